@@ -1,0 +1,56 @@
+"""What the engine may ask of its peers. One instance a rank, passed down as an argument, never fetched from a global.
+
+Every method below is *collective*: all ranks of the world call it, in the same order, with tensors of the same shape and
+dtype. That is the whole contract; the engine keeps it by running the same schedule on every rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class Communicator(ABC):
+    """Collectives of one world.
+
+    Attributes: `rank` in [0, size); `size`; `name` of the all-reduce in use (`none`, `one_shot`, `gloo`, `threads`);
+    `reason`, one clause that says why that one was chosen.
+    """
+
+    rank: int
+    size: int
+    name: str
+    reason: str
+
+    @abstractmethod
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum `x` (any shape, float dtype, contiguous) over the ranks, in place, and return it.
+
+        *Numbers*: summed in fp32 in rank order and rounded once to `x.dtype`, so every rank holds the same bits.
+        """
+
+    @abstractmethod
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Concatenate `x` `[..., n]` of all ranks along the last dimension, in rank order, on rank 0.
+
+        Returns `[..., size * n]` on rank 0 and None elsewhere.
+        """
+
+    @abstractmethod
+    def broadcast_ints(self, values: Sequence[int] | None) -> list[int]:
+        """Give rank 0's `values` (int64, any length up to a few thousand) to every rank; other ranks pass None."""
+
+    @abstractmethod
+    def broadcast_object(self, value: Any = None) -> Any:
+        """Give rank 0's JSON-serialisable `value` to every rank. For rare, host-side data; not for the step."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release shared resources. Idempotent; must not wait for a peer that is gone."""

@@ -1,0 +1,1 @@
+"""Makes the root importable for tests, so that nothing has to be installed to run them."""

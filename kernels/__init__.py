@@ -1,0 +1,1 @@
+"""Stateless device code, its launchers, and a plain torch twin of each."""

@@ -1,0 +1,1 @@
+"""How Doorbell's processes start and what machine they stand on."""

@@ -1,0 +1,59 @@
+"""The errors a user can meet, each with the exit code the process leaves with.
+
+A `DoorbellError` is a sentence for a person: it names the cause and, where there is one, the remedy. Entry points print it
+once, from one rank, without a traceback. Anything else that escapes is a bug and keeps its traceback (exit code 1).
+"""
+
+EXIT_OK = 0
+EXIT_BUG = 1
+EXIT_USAGE = 2
+EXIT_MODEL = 3
+EXIT_ROWS_FAILED = 4
+EXIT_PEER_LOST = 5
+EXIT_OUTPUT = 6
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+class DoorbellError(Exception):
+    """Base of every error that is the user's, the machine's or a peer's, never ours."""
+
+    exit_code = EXIT_BUG
+
+
+class UsageError(DoorbellError):
+    """The command line, the API call or the input file as a whole cannot be used."""
+
+    exit_code = EXIT_USAGE
+
+
+class ModelError(DoorbellError):
+    """The model folder, its configuration or the requested parallel degree cannot be used."""
+
+    exit_code = EXIT_MODEL
+
+
+class OutputError(DoorbellError):
+    """The output file could not be written (full disk, vanished folder, no permission)."""
+
+    exit_code = EXIT_OUTPUT
+
+
+class PeerLost(DoorbellError):
+    """A rank died or stopped answering. `rank` is the lost one."""
+
+    exit_code = EXIT_PEER_LOST
+
+    def __init__(self, rank: int, message: str):
+        super().__init__(message)
+        self.rank = rank
+
+
+class PeerTimeout(PeerLost):
+    """A rank is alive but did not arrive at a collective before the deadline."""
+
+
+class HeapExhausted(DoorbellError):
+    """A symmetric heap is too small for what was asked of it."""
+
+    exit_code = EXIT_MODEL
