@@ -1,0 +1,115 @@
+"""From settings to a replica that can step: configuration, plan, weights, KV cache, in that order, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from launch.world import World
+
+from comm.communicator import Communicator
+from engine.checkpoint import Checkpoint
+from engine.config import ModelConfig, load_config
+from engine.eager import EagerStep
+from engine.kv_cache import KvCache
+from engine.memory import choose_num_pages
+from engine.pages import PagePool
+from engine.replica import Replica
+from engine.scheduler import Limits, Scheduler
+from engine.settings import EngineSettings
+from engine.shapes import named_config
+from engine.shard_plan import ShardPlan
+from engine.weights import dummy_weights, load_weights
+from launch.errors import ModelError, UsageError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 4096}
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """All that is known before a weight is read. Making one has no cost and refuses what cannot work."""
+
+    settings: EngineSettings
+    config: ModelConfig
+    plan: ShardPlan
+    checkpoint: Checkpoint | None
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    notes: tuple[str, ...]
+
+
+def draw_blueprint(settings: EngineSettings, world: World) -> Blueprint:
+    """Check everything that can be checked without reading weights. Same outcome on every rank.
+
+    *Raises* `ModelError` or `UsageError` naming what is wrong.
+    """
+    config, checkpoint = _open_model(settings)
+    plan = ShardPlan.make(config, world.size, world.rank)
+    device = torch.device(world.device)
+    dtype, notes = choose_dtype(settings.dtype, config, device)
+    max_model_len = settings.max_model_len or config.max_positions
+    if max_model_len > config.max_positions:
+        raise UsageError(
+            f"--max-model-len {max_model_len} is past the model's limit of {config.max_positions} positions; "
+            "a longer context needs a rope scaling entry (such as yarn) in the model's config.json"
+        )
+    if checkpoint is not None:
+        notes += tuple(checkpoint.notes)
+    return Blueprint(settings, config, plan, checkpoint, device, dtype, max_model_len, notes)
+
+
+def _open_model(settings: EngineSettings) -> tuple[ModelConfig, Checkpoint | None]:
+    folder = Path(settings.model)
+    if settings.load_format == "dummy":
+        return (load_config(folder) if folder.is_dir() else named_config(settings.model)), None
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise ModelError(
+            f"model folder {settings.model!r} {what}; give a Hugging Face model folder, or run 'make model' for the default one"
+        )
+    config = load_config(folder)
+    return config, Checkpoint.open(folder, config)
+
+
+def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> tuple[torch.dtype, tuple[str, ...]]:
+    """The dtype of weights and activations, and what a user should know about the choice."""
+    if asked == "auto":
+        return (torch.bfloat16 if device.type == "cuda" else torch.float32), ()
+    dtype = DTYPES[asked]
+    if dtype is torch.float16 and device.type == "cpu":
+        raise UsageError("--dtype float16 is not supported on a CPU; use float32 (exact) or bfloat16")
+    if dtype is torch.float16 and config.family == "qwen2":
+        return dtype, ("float16 can overflow in Qwen2.5's last layers, which gives garbage or NaN; bfloat16 is safe",)
+    if dtype is torch.bfloat16 and device.type == "cpu":
+        return dtype, ("bfloat16 on a CPU is slow unless the CPU has bf16 instructions; float32 is the default there",)
+    return dtype, ()
+
+
+def build_replica(
+    blueprint: Blueprint, world: World, comm: Communicator, progress: Callable[[int, int], None] | None = None
+) -> Replica:
+    """Read the weights and reserve the KV cache. *Collective*. `progress(done_bytes, total_bytes)`."""
+    settings, config, plan = blueprint.settings, blueprint.config, blueprint.plan
+    if blueprint.checkpoint is None:
+        weights = dummy_weights(config, plan, blueprint.dtype, blueprint.device, settings.dummy_seed)
+    else:
+        weights = load_weights(blueprint.checkpoint, plan, blueprint.dtype, blueprint.device, progress)
+    num_pages = choose_num_pages(
+        settings, config, plan, blueprint.dtype, blueprint.device, blueprint.max_model_len, world.local_size, comm
+    )
+    kv = KvCache.allocate(
+        config.num_layers, num_pages, settings.page_size, plan.local_kv_heads, config.head_dim, blueprint.dtype, blueprint.device
+    )
+    is_cpu = blueprint.device.type == "cpu"
+    pool = PagePool(num_pages, settings.page_size, settings.is_prefix_reuse, is_contiguous=is_cpu)
+    limits = Limits(
+        max_batch=settings.max_batch,
+        max_step_tokens=settings.max_step_tokens or DEFAULT_STEP_TOKENS[blueprint.device.type],
+        max_model_len=min(blueprint.max_model_len, num_pages * settings.page_size),
+    )
+    backend = EagerStep(config, plan, weights, comm, kv)
+    return Replica(Scheduler(limits, pool), backend, comm, config.full_vocab, blueprint.device)

@@ -1,0 +1,160 @@
+"""The loop around the step: rank 0 leads, the others follow, and every way out is told to all.
+
+A run ends in one of three ways. Rank 0 says so in its last message (done, interrupted, output failed): all ranks leave with the
+same code. Or a rank fails in the middle of a step: no message can be sent then, and the peers learn of it through `comm.watch`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.leader import Leader
+from engine.replica import Replica
+from engine.request import Request
+from engine.scheduler import ScheduledRow
+from engine.step_message import GO_ON
+from launch.errors import EXIT_BUG, EXIT_OK, DoorbellError
+
+# While rank 0 waits for input, the others wait for rank 0; a message this often tells them that it still lives.
+KEEP_ALIVE_S = 1.0
+
+
+class Interrupted(DoorbellError):
+    """The user or the system asked the run to end. `exit_code` is 130 (SIGINT) or 143 (SIGTERM)."""
+
+    def __init__(self, exit_code: int):
+        super().__init__("interrupted" if exit_code == 130 else "terminated")
+        self.exit_code = exit_code
+
+
+class RequestSource(Protocol):
+    """Where rank 0's rows come from."""
+
+    @property
+    def is_exhausted(self) -> bool: ...
+
+    def poll(self, wait_s: float) -> Request | None:
+        """The next request, waiting at most `wait_s` seconds for one. None: nothing yet, or nothing more."""
+
+
+class ListSource:
+    """Requests that are all there already."""
+
+    def __init__(self, requests: list[Request]):
+        self._requests = list(reversed(requests))
+
+    @property
+    def is_exhausted(self) -> bool:
+        return not self._requests
+
+    def poll(self, wait_s: float) -> Request | None:
+        return self._requests.pop() if self._requests else None
+
+
+@dataclass
+class RunStats:
+    """Counts and seconds of a run, prefill and decode apart.
+
+    A token is a decode token if it was computed alone, after its row's prompt; all others are prefill, also those computed again
+    after a preemption. The time of a step that holds both kinds is shared out in proportion to its tokens.
+    """
+
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    num_steps: int = 0
+
+    @property
+    def prefill_tok_s(self) -> float:
+        return self.prefill_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tok_s(self) -> float:
+        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
+
+    def add_step(self, rows: list[ScheduledRow], seconds: float) -> None:
+        num_decode = sum(row.num_tokens == 1 and row.first >= row.sequence.num_prompt for row in rows)
+        num_prefill = sum(row.num_tokens for row in rows) - num_decode
+        share = num_decode / (num_decode + num_prefill)
+        self.decode_tokens += num_decode
+        self.prefill_tokens += num_prefill
+        self.decode_s += share * seconds
+        self.prefill_s += (1.0 - share) * seconds
+        self.num_steps += 1
+
+
+def no_interrupt() -> int | None:
+    return None
+
+
+@torch.inference_mode()
+def lead(
+    replica: Replica,
+    leader: Leader,
+    source: RequestSource,
+    stats: RunStats,
+    look_ahead: int,
+    interrupt: Callable[[], int | None] = no_interrupt,
+    on_step: Callable[[], None] | None = None,
+) -> None:
+    """Rank 0: answer every request of `source`. *Collective* with `follow` on the other ranks.
+
+    `look_ahead`: most rows open at once, running or waiting. `interrupt()` gives an exit code to leave with, or None; it is asked
+    between steps. `on_step` runs after each step.
+    *Raises* `Interrupted`; whatever a request's callbacks raise; `PeerLost`.
+    """
+    comm = replica.comm
+    exit_code, is_boundary = EXIT_BUG, True
+    try:
+        while True:
+            code = interrupt()
+            if code is not None:
+                raise Interrupted(code)
+            _admit(leader, source, look_ahead, is_idle=not (leader.has_news or replica.scheduler.has_work))
+            if source.is_exhausted and not (leader.has_news or replica.scheduler.has_work):
+                exit_code = EXIT_OK
+                return
+            is_boundary = False
+            replica.apply(comm.broadcast_ints(leader.take_message()))
+            if replica.scheduler.has_work:
+                started = time.perf_counter()
+                rows, logits = replica.step()
+                is_boundary = True
+                leader.receive(rows, logits)
+                stats.add_step(rows, time.perf_counter() - started)
+            is_boundary = True
+            if on_step is not None:
+                on_step()
+    except DoorbellError as error:
+        exit_code = error.exit_code
+        raise
+    finally:
+        if is_boundary:
+            comm.broadcast_ints(leader.take_message(exit_code))
+
+
+def _admit(leader: Leader, source: RequestSource, look_ahead: int, is_idle: bool) -> None:
+    wait_s = KEEP_ALIVE_S if is_idle else 0.0
+    while leader.num_open < look_ahead and not source.is_exhausted:
+        request = source.poll(wait_s)
+        if request is None:
+            return
+        leader.add(request)
+        wait_s = 0.0
+
+
+@torch.inference_mode()
+def follow(replica: Replica) -> int:
+    """Every other rank: repeat rank 0's schedule until it says stop. Returns the exit code rank 0 named. *Collective*."""
+    while True:
+        message = replica.apply(replica.comm.broadcast_ints(None))
+        if message.exit_code != GO_ON:
+            return message.exit_code
+        if replica.scheduler.has_work:
+            replica.step()

@@ -1,0 +1,79 @@
+"""The part of the engine that every rank runs alike: apply rank 0's message, schedule, compute, collect the logits."""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Sequence as Ints
+from typing import Protocol
+
+import torch
+
+from comm.communicator import Communicator
+from engine.scheduler import ScheduledRow, Scheduler
+from engine.sequence import Sequence
+from engine.step_batch import RowSpan, StepBatch
+from engine.step_message import StepMessage
+
+
+class StepBackend(Protocol):
+    """Computes one step: fp32 logits `[num_logits, local_vocab]` of this rank's vocabulary rows."""
+
+    def run(self, batch: StepBatch) -> torch.Tensor: ...
+
+
+class Replica:
+    """One rank's schedule and step. All ranks hold equal replicas as long as they apply the same messages."""
+
+    def __init__(self, scheduler: Scheduler, backend: StepBackend, comm: Communicator, full_vocab: int, device: torch.device):
+        self.scheduler, self.backend, self.comm = scheduler, backend, comm
+        self.full_vocab, self.device = full_vocab, device
+        self.sequences: dict[int, Sequence] = {}
+        self.digest = 0
+
+    def apply(self, ints: Ints[int]) -> StepMessage:
+        """Take in one message. Its integers go into `digest`, which the ranks compare at the end of a run."""
+        self.digest = zlib.crc32(array("q", ints).tobytes(), self.digest)
+        message = StepMessage.decode(ints)
+        for seq_id, token_id in message.tokens:
+            self.sequences[seq_id].token_ids.append(token_id)
+        for seq_id in message.finished:
+            self.scheduler.finish(seq_id)
+            del self.sequences[seq_id]
+        for sequence in message.added:
+            self.sequences[sequence.seq_id] = sequence
+            self.scheduler.add(sequence)
+        return message
+
+    def step(self) -> tuple[list[ScheduledRow], torch.Tensor | None]:
+        """Compute the next step. *Collective*. Returns its rows and, on rank 0, the fp32 logits asked for `[n, full_vocab]`."""
+        rows = self.scheduler.schedule()
+        batch = build_batch(rows, self.scheduler.pool.page_size, self.device)
+        local_logits = self.backend.run(batch)
+        self.scheduler.complete(rows)
+        if batch.logit_idx.numel() == 0:
+            return rows, None
+        logits = self.comm.gather(local_logits)
+        return rows, None if logits is None else logits[:, : self.full_vocab]
+
+
+def build_batch(rows: list[ScheduledRow], page_size: int, device: torch.device) -> StepBatch:
+    """Lay the scheduled tokens of `rows` one after the other."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    logit_idx: list[int] = []
+    spans: list[RowSpan] = []
+    for row in rows:
+        sequence, start = row.sequence, len(token_ids)
+        first, last = row.first, row.first + row.num_tokens
+        token_ids += sequence.token_ids[first:last]
+        positions += range(first, last)
+        slots += [sequence.pages[pos // page_size] * page_size + pos % page_size for pos in range(first, last)]
+        spans.append(RowSpan(start, row.num_tokens, first, tuple(sequence.pages)))
+        logit_idx += range(start + row.num_tokens - row.num_logits, start + row.num_tokens)
+
+    def tensor(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return StepBatch(tensor(token_ids), tensor(positions), tensor(slots), tensor(logit_idx), tuple(spans))

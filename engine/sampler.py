@@ -1,0 +1,167 @@
+"""From logits to the next token: penalties, filters, and a draw that depends on nothing but the row.
+
+Runs on rank 0 only; the other ranks receive the token. Order of the steps, as in transformers: repetition penalty (prompt and
+output), presence and frequency penalties (output only), logit bias, minimum length, temperature, top-k, top-p, min-p, draw.
+Log-probabilities are those of the model, before any of these.
+
+The draw is counter-based: the uniform number of a token is a hash of (seed, row key, sample index, position). So a row's text
+does not depend on who shares its batch, on the order of rows, or on where a run was interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.sampling_params import SamplingParams
+
+# Temperatures below this are finite but indistinguishable from greedy in fp32, so they are greedy.
+GREEDY_BELOW = 1e-5
+
+
+@dataclass(eq=False)
+class SamplerState:
+    """What one sequence has said so far, as far as sampling cares.
+
+    `stream_key` identifies the row and sample (see `stream_key`). `forbidden_ids` are masked until `params.min_tokens` tokens
+    are out: the ids that would end the row.
+    """
+
+    params: SamplingParams
+    stream_key: bytes
+    prompt_ids: Sequence[int]
+    forbidden_ids: tuple[int, ...] = ()
+    output_counts: Counter[int] = field(default_factory=Counter)
+    num_output: int = 0
+    _penalised_prompt: torch.Tensor | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature < GREEDY_BELOW or self.params.top_k == 1 or self.params.top_p == 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the next token is the arg-max of the untouched logits."""
+        params = self.params
+        return (
+            self.is_greedy
+            and params.repetition_penalty == 1.0
+            and params.presence_penalty == 0.0
+            and params.frequency_penalty == 0.0
+            and not params.logit_bias
+            and not self._is_too_short
+        )
+
+    @property
+    def _is_too_short(self) -> bool:
+        return self.num_output < self.params.min_tokens and bool(self.forbidden_ids)
+
+    def record(self, token_id: int) -> None:
+        self.output_counts[token_id] += 1
+        self.num_output += 1
+
+
+def stream_key(seed: int, row_key: object, sample_idx: int) -> bytes:
+    """Key of a row's random stream. `row_key` is None for a row that brought its own seed, else its id or index."""
+    return hashlib.blake2b(json.dumps([seed, row_key, sample_idx]).encode(), digest_size=16).digest()
+
+
+def uniform(key: bytes, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, a pure function of its arguments."""
+    digest = hashlib.blake2b(position.to_bytes(8, "little"), key=key, digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[int | None]:
+    """Choose one token a row. `logits`: fp32 `[rows, vocabulary]`, unchanged; `states`: one a row.
+
+    None for a row whose logits hold a NaN or an infinity where the maximum should be: there is nothing to choose from.
+    """
+    highest, argmax = logits.max(dim=-1)  # a NaN anywhere in the row is its maximum
+    is_finite = highest.isfinite().tolist()
+    tokens: list[int | None] = argmax.tolist()
+    for idx, state in enumerate(states):
+        if not is_finite[idx]:
+            tokens[idx] = None
+        elif not state.is_plain:
+            tokens[idx] = _sample_row(logits[idx], state)
+    return tokens
+
+
+def _sample_row(logits: torch.Tensor, state: SamplerState) -> int:
+    logits = apply_penalties(logits.clone(), state)
+    if state.is_greedy:
+        return int(logits.argmax())
+    values, ids = filter_logits(logits, state.params)
+    return int(ids[draw(values, uniform(state.stream_key, state.num_output))])
+
+
+def apply_penalties(logits: torch.Tensor, state: SamplerState) -> torch.Tensor:
+    """Penalties, bias and minimum length on one row's `logits` (fp32 `[vocabulary]`), in place."""
+    params, device = state.params, logits.device
+    if params.repetition_penalty != 1.0:
+        ids = _seen_ids(state, device)
+        picked = logits[ids]
+        logits[ids] = torch.where(picked < 0, picked * params.repetition_penalty, picked / params.repetition_penalty)
+    if (params.presence_penalty or params.frequency_penalty) and state.output_counts:
+        ids = torch.tensor(list(state.output_counts), device=device)
+        counts = torch.tensor(list(state.output_counts.values()), dtype=logits.dtype, device=device)
+        logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
+    if params.logit_bias:
+        ids = torch.tensor([token_id for token_id, _ in params.logit_bias], device=device)
+        logits[ids] += torch.tensor([bias for _, bias in params.logit_bias], dtype=logits.dtype, device=device)
+    if state._is_too_short:
+        logits[torch.tensor(state.forbidden_ids, device=device)] = -torch.inf
+    return logits
+
+
+def _seen_ids(state: SamplerState, device: torch.device) -> torch.Tensor:
+    if state._penalised_prompt is None:
+        state._penalised_prompt = torch.tensor(sorted(set(state.prompt_ids)), dtype=torch.int64, device=device)
+    output = torch.tensor(list(state.output_counts), dtype=torch.int64, device=device)
+    return torch.cat([state._penalised_prompt, output]).unique()
+
+
+def filter_logits(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Temperature, top-k, top-p, min-p. Returns the surviving probabilities (fp64, unnormalised) and their ids, best first.
+
+    Ties at a border go to the smaller id, so that the survivors do not depend on the sorting algorithm.
+    """
+    is_top_k = 0 < params.top_k < logits.numel()
+    values, ids = torch.sort(logits, descending=True, stable=True)
+    if is_top_k:
+        values, ids = values[: params.top_k], ids[: params.top_k]
+    # Subtracting the maximum first keeps tiny temperatures finite.
+    probabilities = ((values - values[0]).double() / params.temperature).exp()
+    if params.top_p < 1.0:
+        before = probabilities.cumsum(0) - probabilities
+        num_kept = max(1, int((before < params.top_p * probabilities.sum()).sum()))
+        probabilities, ids = probabilities[:num_kept], ids[:num_kept]
+    if params.min_p > 0.0:
+        num_kept = max(1, int((probabilities >= params.min_p * probabilities[0]).sum()))
+        probabilities, ids = probabilities[:num_kept], ids[:num_kept]
+    return probabilities, ids
+
+
+def draw(probabilities: torch.Tensor, u: float) -> int:
+    """Index drawn by inverse transform from unnormalised `probabilities` (fp64 `[n]`) with `u` in [0, 1).
+
+    The first index whose cumulative sum exceeds `u` times the total: an entry of probability zero is never chosen.
+    """
+    cumulative = probabilities.cumsum(0)
+    idx = int(torch.searchsorted(cumulative, u * float(cumulative[-1]), right=True))
+    return min(idx, int(probabilities.count_nonzero()) - 1)
+
+
+def top_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> tuple[float, list[tuple[int, float]]]:
+    """Natural log-probability of `token_id`, and of the `num_top` likeliest ids, best first. `logits`: fp32 `[vocabulary]`."""
+    logprobs = torch.log_softmax(logits.double(), dim=-1)
+    if num_top == 0:
+        return float(logprobs[token_id]), []
+    values, ids = logprobs.topk(min(num_top, logprobs.numel()))
+    return float(logprobs[token_id]), list(zip(ids.tolist(), values.tolist()))

@@ -1,0 +1,34 @@
+"""What a run is asked to be: parsed once, frozen, passed down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_MAX_TOKENS = 512
+DEFAULT_PAGE_SIZE = 16
+DEFAULT_KV_SHARE_CPU = 0.25  # of the memory that is free at start, over all ranks of the machine
+DEFAULT_KV_SHARE_GPU = 0.90  # of the GPU's memory, weights included
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How to load and run a model.
+
+    `model`: a folder, or with `load_format="dummy"` a named shape such as `qwen2.5-7b`. `dtype`: `auto`, `float32`, `bfloat16` or
+    `float16`. `kv_memory_bytes`: KV cache of one rank; None chooses from what is free. `max_step_tokens`: the prefill chunk.
+    `None` in `max_model_len` means the model's own limit.
+    """
+
+    model: str
+    load_format: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    comm: str = "auto"
+    max_model_len: int | None = None
+    kv_memory_bytes: int | None = None
+    max_batch: int = 32
+    max_step_tokens: int | None = None
+    page_size: int = DEFAULT_PAGE_SIZE
+    is_prefix_reuse: bool = True
+    threads: int | None = None
+    dummy_seed: int = 0
