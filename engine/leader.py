@@ -5,11 +5,10 @@ The leader never touches the schedule; it only reads what its own replica schedu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from engine.completion import Completion, TokenLogprob
+from engine.detokenizer import Detokenizer
 from engine.request import Request, Sample
 from engine.sampler import SamplerState, sample, stream_key, top_logprobs
 from engine.scheduler import ScheduledRow
@@ -62,7 +61,7 @@ class Leader:
             prompt_ids=request.prompt_ids,
             forbidden_ids=tuple(sorted(request.stop_ids)),
         )
-        detokenizer = self.text.detokenizer(request.prompt_ids, request.params.skip_special_tokens)
+        detokenizer = Detokenizer(self.text, request.params.skip_special_tokens, context=request.prompt_ids)
         stops = StopStrings(request.stop_strings, include=request.params.include_stop_str)
         return Sample(request, sample_idx, sequence, state, detokenizer, stops)
 
@@ -133,7 +132,8 @@ class Leader:
 
     def _logprob(self, logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprob:
         chosen, top = top_logprobs(logits, token_id, num_top)
-        name: Callable[[int], str] = self.text.token_text
-        return TokenLogprob(
-            name(token_id), token_id, chosen, tuple(TokenLogprob(name(other), other, value) for other, value in top)
-        )
+        return self._entry(token_id, chosen, tuple(self._entry(other, value) for other, value in top))
+
+    def _entry(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        token_bytes = self.text.token_bytes[token_id]
+        return TokenLogprob(token_bytes.decode("utf-8", "replace"), token_id, logprob, token_bytes, top)

@@ -18,7 +18,7 @@ from engine.replica import Replica
 from engine.request import Request
 from engine.scheduler import ScheduledRow
 from engine.step_message import GO_ON
-from launch.errors import EXIT_BUG, EXIT_OK, DoorbellError
+from launch.errors import EXIT_BUG, EXIT_OK, DoorbellError, PeerLost
 
 # While rank 0 waits for input, the others wait for rank 0; a message this often tells them that it still lives.
 KEEP_ALIVE_S = 1.0
@@ -131,6 +131,9 @@ def lead(
             is_boundary = True
             if on_step is not None:
                 on_step()
+    except PeerLost:
+        is_boundary = False  # there is nobody to tell
+        raise
     except DoorbellError as error:
         exit_code = error.exit_code
         raise

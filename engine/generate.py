@@ -1,0 +1,150 @@
+"""The command: `python -m engine.generate` alone, or under torchrun with one process a GPU (or a few on a CPU).
+
+This file is the list of options. Nothing heavy is imported until they have been read, so `--help` and a typing slip answer at
+once. What happens with them is in `engine.run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+
+import click
+
+from engine.command import CommandOptions
+from engine.settings import DEFAULT_MAX_TOKENS
+from launch.environment import Environment
+from launch.exits import leave
+
+EPILOG = """\b
+Exit codes: 0 all rows answered, 2 usage, 3 model or configuration, 4 some rows failed, 5 a peer was lost,
+6 output not written, 130 interrupted, 143 terminated, 1 a bug. torchrun itself turns any failure into 1; the code
+also stands in rank 0's last line and in OUTPUT.meta.json.
+\b
+Rates: prefill tok/s are prompt tokens per second of prefill; decode tok/s are tokens produced by decode steps per
+second of decode. A step that holds both is shared out by its tokens."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+class ByteSize(click.ParamType):
+    """A number of bytes, with an optional K, M, G or T (powers of 1024)."""
+
+    name = "SIZE"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = _SIZE.fullmatch(str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is not a size; write it like 512M or 2.5GiB", param, ctx)
+        return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+class BiasPair(click.ParamType):
+    """`ID=BIAS`."""
+
+    name = "ID=BIAS"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        if isinstance(value, tuple):
+            return value
+        token_id, _, bias = str(value).partition("=")
+        try:
+            return int(token_id), float(bias)
+        except ValueError:
+            self.fail(f"{value!r} is not a token id and a bias; write it like 42=-100", param, ctx)
+
+
+def option(*names: str, **settings: object):
+    return click.option(*names, show_default=settings.pop("show_default", True), **settings)
+
+
+@click.command(context_settings={"max_content_width": 110, "help_option_names": ["-h", "--help"]}, epilog=EPILOG)
+@option("--model", default="models/smollm2-135m", metavar="DIR", help="Model folder, or a shape with --load-format dummy.")
+@option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto",
+        help="dummy: random weights; MODEL may then be qwen2.5-0.5b to qwen2.5-72b.")
+# Input
+@option("--prompt", "prompts", multiple=True, metavar="TEXT", show_default="none", help="A prompt; may be repeated.")
+@option("--input", "input_path", metavar="FILE", show_default="none", help="JSONL rows to answer; - reads standard input.")
+@option("--prompt-field", default="prompt", metavar="KEY", help="Key that holds the prompt in plain rows.")
+@option("--system", metavar="TEXT", show_default="none", help="System message for chats that have none.")
+@option("--chat/--raw", "is_chat", default=None, show_default="--chat for --prompt if the model has a template, --raw for rows",
+        help="Whether plain prompts go through the chat template. Rows with messages always do.")
+@option("--limit", type=click.IntRange(1), metavar="N", show_default="all", help="Answer the first N rows only.")
+@option("--dry-run", is_flag=True, help="Print each row's rendered prompt and token ids; load no weights.")
+# Sampling
+@option("--max-tokens", type=int, show_default=f"{DEFAULT_MAX_TOKENS}", help="Most tokens of an answer.")
+@option("--min-tokens", type=int, show_default="0", help="No stop before this many tokens.")
+@option("--temperature", type=float, show_default="model's, else 0", help="0 is greedy.")
+@option("--top-p", type=float, show_default="model's, else 1", help="Keep the likeliest ids that hold this share; 0 keeps one.")
+@option("--top-k", type=int, show_default="model's, else 0", help="Keep the K likeliest ids; 0 and -1 are off.")
+@option("--min-p", type=float, show_default="model's, else 0", help="Drop ids less likely than this share of the likeliest.")
+@option("--repetition-penalty", type=float, show_default="model's, else 1", help="Over prompt and answer, as transformers.")
+@option("--presence-penalty", type=float, show_default="0", help="Over the answer only.")
+@option("--frequency-penalty", type=float, show_default="0", help="Over the answer only.")
+@option("--seed", type=int, show_default="random, stored", help="Each row's stream is keyed by this seed and its index.")
+@option("--stop", multiple=True, metavar="TEXT", show_default="none", help="Stop string; may be repeated.")
+@option("--stop-token-id", "stop_token_ids", multiple=True, type=int, show_default="none", help="Stop id; may be repeated.")
+@option("--ignore-eos", is_flag=True, help="Do not stop at the model's end tokens.")
+@option("--include-stop-str", is_flag=True, help="Keep the matched stop string in the text.")
+@option("--keep-special-tokens", is_flag=True, help="Keep special tokens in the text.")
+@option("--n", type=int, show_default="1", help="Answers per row.")
+@option("--logprobs", type=int, metavar="K", show_default="off", help="Log-probability of each token and K alternatives.")
+@option("--prompt-logprobs", type=int, metavar="K", show_default="off", help="The same for the prompt's tokens.")
+@option("--logit-bias", multiple=True, type=BiasPair(), show_default="none", help="Added to an id's logit; may be repeated.")
+@option("--no-generation-config", is_flag=True, help="Ignore the model's generation_config.json.")
+# Running
+@option("--device", default="auto", metavar="NAME", help="auto (cuda if there is one), cpu or cuda.")
+@option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
+        help="auto: bfloat16 on a GPU, float32 on a CPU.")
+@option("--tp", type=click.IntRange(1), metavar="N", show_default="torchrun's", help="Check the number of ranks.")
+@option("--max-model-len", type=click.IntRange(2), metavar="N", show_default="model's", help="Most tokens of prompt and answer.")
+@option("--kv-memory", type=ByteSize(), show_default="CPU: 25 % of free memory; GPU: 90 % less weights", help="KV cache a rank.")
+@option("--max-batch", type=click.IntRange(1, 4096), default=32, metavar="N", help="Most rows computed at once.")
+@option("--max-step-tokens", type=click.IntRange(1), metavar="N", show_default="CPU 512, GPU 4096",
+        help="Most tokens a step: longer prompts are prefilled in chunks.")
+@option("--no-prefix-reuse", is_flag=True, help="Compute shared prompt prefixes again.")
+@option("--comm", type=click.Choice(["auto", "one_shot", "gloo"]), default="auto", help="All-reduce between the ranks.")
+@option("--eager", is_flag=True, help="Plain torch steps: the only backend on a CPU, the reference on a GPU.")
+@option("--threads", type=click.IntRange(1), metavar="N", show_default="cores / ranks", help="CPU threads a rank.")
+# Output
+@option("--output", "output_path", metavar="FILE", show_default="standard output", help="JSONL rows, one as each finishes.")
+@option("--openai", "is_openai", is_flag=True, help="Write rows in the OpenAI batch response shape.")
+@option("--token-ids", "with_token_ids", is_flag=True, help="Add the answers' token ids to the rows.")
+@option("--resume", is_flag=True, help="Continue OUTPUT: skip the rows it already holds.")
+@option("--retry-failed", is_flag=True, help="With --resume: answer failed rows again.")
+@option("--overwrite", is_flag=True, help="Replace OUTPUT.")
+@option("--strict", is_flag=True, help="End the run at the first failed row.")
+@option("--stream/--no-stream", "is_stream", default=None, show_default="on a terminal", help="Show a single answer as it grows.")
+@option("--quiet", is_flag=True, help="No summary and no progress on standard error.")
+def command(**values: object) -> CommandOptions:
+    """Answer prompts with a Qwen2.5, Llama or Qwen3 model on all ranks of this node.
+
+    One --prompt prints its text. Several, or --input, write JSONL rows: {"prompt"}, {"messages"} or OpenAI batch rows in;
+    one row out for every row in, with its id and index. A row's own options win over these flags, which win over the
+    model's generation_config.json.
+    """
+    return CommandOptions(**values)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of every rank. Leaves the process with a documented exit code."""
+    environment = Environment.read()
+    is_speaker = environment.rank == 0
+    try:
+        with contextlib.nullcontext() if is_speaker else contextlib.redirect_stdout(io.StringIO()):
+            options = command.main(args=argv, prog_name="python -m engine.generate", standalone_mode=False)
+    except click.exceptions.Exit as request:
+        leave(request.exit_code, environment)
+    except click.ClickException as error:
+        leave(2, environment, error.format_message() + " (see --help)")
+    if not isinstance(options, CommandOptions):  # --help has been printed
+        leave(0, environment)
+    from engine.run import run_command
+
+    sys.exit(run_command(options, environment))
+
+
+if __name__ == "__main__":
+    main()
