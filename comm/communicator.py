@@ -1,29 +1,33 @@
 """What the engine may ask of its peers. One instance a rank, passed down as an argument, never fetched from a global.
 
-Every method below is *collective*: all ranks of the world call it, in the same order, with tensors of the same shape and
-dtype. That is the whole contract; the engine keeps it by running the same schedule on every rank.
+Every method below is *collective*: all ranks of the world call it, in the same order, with tensors of the same shape
+and dtype. That is the whole contract; the engine keeps it by running the same schedule on every rank.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from comm.watch import PeerWatch
 
 
 class Communicator(ABC):
     """Collectives of one world.
 
     Attributes: `rank` in [0, size); `size`; `name` of the all-reduce in use (`none`, `one_shot`, `gloo`, `threads`);
-    `reason`, one clause that says why that one was chosen.
+    `reason`, one clause that says why that one was chosen; `watch` over the peer processes, where there are any.
     """
 
     rank: int
     size: int
     name: str
     reason: str
+    watch: PeerWatch | None = None
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

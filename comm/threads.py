@@ -1,6 +1,7 @@
-"""The whole world inside one process: a thread per rank. The fake that proves tensor-parallel arithmetic without processes.
+"""The whole world inside one process: a thread per rank. The fake that proves tensor-parallel arithmetic.
 
-Not a fast path and not a protocol: a barrier and a list. It exists so that one test process can hold every shard of a split.
+Not a fast path and not a protocol: a barrier and a list. It exists so that one test process can hold every shard of a
+split.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The one place that reads environment variables."""
+"""The one place that reads or writes environment variables."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from launch.errors import UsageError
@@ -13,7 +13,8 @@ from launch.errors import UsageError
 class Environment:
     """What torchrun and the user's shell say about this process.
 
-    `omp_num_threads` is None when torchrun, not the user, chose it (torchrun forces 1 for more than one process).
+    `omp_num_threads` is None when torchrun, not the user, chose it (torchrun forces 1 for more than one process, and
+    leaves a value that the user exported).
     """
 
     rank: int = 0
@@ -23,27 +24,49 @@ class Environment:
     run_id: str = ""
     is_torchrun: bool = False
     num_threads: int | None = None
+    omp_num_threads: int | None = None
+    has_rendezvous: bool = False
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
+        """Read `environ` (default: the process's own). *Raises* `UsageError` for a value that is not a whole number."""
         environ = os.environ if environ is None else environ
         size = _integer(environ, "WORLD_SIZE", 1)
+        local_size = _integer(environ, "LOCAL_WORLD_SIZE", size)
+        is_torchrun = "TORCHELASTIC_RUN_ID" in environ
+        omp = _integer(environ, "OMP_NUM_THREADS", 0, lenient=True)
+        is_forced_by_torchrun = is_torchrun and local_size > 1 and omp == 1
         return cls(
             rank=_integer(environ, "RANK", 0),
             world_size=size,
             local_rank=_integer(environ, "LOCAL_RANK", 0),
-            local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", size),
+            local_world_size=local_size,
             run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
-            is_torchrun="TORCHELASTIC_RUN_ID" in environ,
+            is_torchrun=is_torchrun,
             num_threads=_integer(environ, "DOORBELL_NUM_THREADS", 0) or None,
+            omp_num_threads=None if is_forced_by_torchrun or omp < 1 else omp,
+            has_rendezvous=bool(environ.get("MASTER_ADDR")) and bool(environ.get("MASTER_PORT")),
         )
 
 
-def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
+def prefer_loopback(environ: MutableMapping[str, str] | None = None) -> None:
+    """Let gloo connect over the loopback interface, unless the user named one.
+
+    Only for a world on one machine: gloo otherwise resolves the host name, which fails on laptops and in containers
+    whose name has no address, and may pick an interface that a firewall closes.
+    """
+    environ = os.environ if environ is None else environ
+    environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int, lenient: bool = False) -> int:
+    """`lenient`: another program's variable, whose other spellings (`OMP_NUM_THREADS=4,2`) are not our business."""
     text = environ.get(name, "").strip()
     if not text:
         return default
     try:
         return int(text)
     except ValueError:
+        if lenient:
+            return default
         raise UsageError(f"environment variable {name} must be a whole number, not {text!r}") from None

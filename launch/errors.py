@@ -1,8 +1,12 @@
 """The errors a user can meet, each with the exit code the process leaves with.
 
-A `DoorbellError` is a sentence for a person: it names the cause and, where there is one, the remedy. Entry points print it
-once, from one rank, without a traceback. Anything else that escapes is a bug and keeps its traceback (exit code 1).
+A `DoorbellError` is a sentence for a person: it names the cause and, where there is one, the remedy. Entry points print
+it once, from one rank, without a traceback. Anything else that escapes is a bug and keeps its traceback (exit code 1).
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 EXIT_OK = 0
 EXIT_BUG = 1
@@ -49,8 +53,37 @@ class PeerLost(DoorbellError):
         self.rank = rank
 
 
+class PeerFailed(PeerLost):
+    """A rank left with an error of its own. `exit_code` is the one it left with, so that all ranks end alike."""
+
+    def __init__(self, rank: int, message: str, exit_code: int):
+        super().__init__(rank, message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class WaitRecord:
+    """What a wait that expired was waiting for: the word of `peer` held `seen`, not `expected`."""
+
+    operation: str
+    epoch: int
+    peer: int
+    seen: int
+    expected: int
+
+
 class PeerTimeout(PeerLost):
     """A rank is alive but did not arrive at a collective before the deadline."""
+
+    def __init__(self, rank: int, message: str, record: WaitRecord | None = None):
+        super().__init__(rank, message)
+        self.record = record
+
+
+class ConnectError(DoorbellError):
+    """The ranks could not find each other at start, or one left before they had."""
+
+    exit_code = EXIT_PEER_LOST
 
 
 class HeapExhausted(DoorbellError):

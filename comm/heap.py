@@ -1,0 +1,75 @@
+"""Memory of which every rank holds an equal part and can reach all other parts: the interface, and the layout type.
+
+What a heap is made of (POSIX shared memory, CUDA IPC, NVSHMEM) is the business of one file each.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from comm.words import WORD_STRIDE
+
+REGION_ALIGNMENT = 256  # bytes; covers a pair of cache lines, a vector register and a GPU's widest transaction
+
+
+@dataclass(frozen=True)
+class Region:
+    """A named part of the heap: `num_bytes` bytes, the same on every rank."""
+
+    name: str
+    num_bytes: int
+
+    @classmethod
+    def of_words(cls, name: str, num_words: int) -> Region:
+        """Room for `num_words` signal words, each on cache lines of its own."""
+        return cls(name, num_words * WORD_STRIDE * 8)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Regions in order, each at an aligned offset. Equal on all ranks, because it follows from the regions alone."""
+
+    regions: tuple[Region, ...]
+    offsets: dict[str, int] = field(init=False, compare=False)
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        offsets, end = {}, 0
+        for region in self.regions:
+            if region.name in offsets:
+                raise ValueError(f"two heap regions are called {region.name}")
+            offsets[region.name] = end
+            end += -(-region.num_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
+        object.__setattr__(self, "offsets", offsets)
+        object.__setattr__(self, "num_bytes", end)
+
+    @classmethod
+    def of(cls, *groups: Iterable[Region]) -> Layout:
+        return cls(tuple(region for group in groups for region in group))
+
+    def span(self, name: str) -> slice:
+        """Bytes of the region called `name`, without its padding."""
+        start = self.offsets[name]
+        size = next(region.num_bytes for region in self.regions if region.name == name)
+        return slice(start, start + size)
+
+
+class SymmetricHeap(ABC):
+    """One rank's handle of the heap. `kind` names what it is made of."""
+
+    kind: str
+    rank: int
+    size: int
+    layout: Layout
+
+    @abstractmethod
+    def tensor(self, peer: int, name: str) -> torch.Tensor:
+        """Region `name` of rank `peer` (own rank included) as a uint8 tensor; zeros when the heap is new."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop this rank's claim. Idempotent, waits for nobody; memory lives on while any tensor of it does."""
