@@ -15,20 +15,14 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from launch.errors import EXIT_ROWS_FAILED, DoorbellError
+from engine.refused import Refused
 
 # Unicode planes 15 and 16: private-use characters, which no text means anything by.
 _PRIVATE_USE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
-class TextError(DoorbellError):
+class TextError(Refused):
     """One row's text cannot be turned into ids. `code` is a fixed word for programs, the message is for people."""
-
-    exit_code = EXIT_ROWS_FAILED
-
-    def __init__(self, code: str, message: str):
-        super().__init__(message)
-        self.code = code
 
 
 class ChatTemplate:

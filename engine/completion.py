@@ -24,9 +24,9 @@ class TokenLogprob:
 class Completion:
     """One finished sample.
 
-    `token_ids`: all sampled ids, up to and including the one that completed a stop string. `finish_reason`: `stop` or
-    `length`. `stop_reason`: the stop string or token id that matched, None otherwise. `logprobs`: one entry per token
-    id.
+    `token_ids`: all sampled ids, up to and including the one that completed a stop string. `finish_reason`: `stop`,
+    `length`, or `error` with the sentence in `stop_reason`. `stop_reason`: the stop string or token id that matched, None
+    otherwise. `logprobs`: one entry per token id. `prompt_logprobs`: one per prompt token, None for the first.
     """
 
     text: str
@@ -35,3 +35,4 @@ class Completion:
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     seed: int | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None

@@ -30,8 +30,9 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> KvCache:
+        # Not zeroed: a slot is always written before it is read, and on a CPU memory that is never touched costs nothing.
         shape = (num_layers, num_pages * page_size, local_kv_heads, head_dim)
-        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device), page_size)
+        return cls(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device), page_size)
 
     @property
     def num_slots(self) -> int:

@@ -15,15 +15,20 @@ import threading
 import time
 from pathlib import Path
 
-from launch.errors import OutputError, UsageError
+from launch.errors import EXIT_OK, DoorbellError, OutputError, UsageError
 
 STDOUT = "-"
 SYNC_EVERY_S = 5.0  # rows reach the kernel at once and the disk within this time: a power cut loses no more
 MODES = ("create", "overwrite", "resume")
 
 
-class ReaderGone(Exception):
+class ReaderGone(DoorbellError):
     """The program that read our standard output has closed it (`| head`). Not a failure: stop quietly."""
+
+    exit_code = EXIT_OK
+
+    def __init__(self) -> None:
+        super().__init__("the reader of standard output has closed it")
 
 
 class OutputWriter:

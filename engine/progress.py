@@ -19,7 +19,9 @@ class Progress:
     `num_total` is None while the number of rows is unknown (input from a pipe); there is no time left to show then.
     """
 
-    def __init__(self, num_total: int | None, num_done: int, stats: RunStats, stream: TextIO = sys.stderr, is_quiet: bool = False):
+    def __init__(
+        self, num_total: int | None, num_done: int, stats: RunStats, stream: TextIO = sys.stderr, is_quiet: bool = False
+    ):
         self.num_total, self.num_done, self.num_failed = num_total, num_done, 0
         self._num_before, self._stats, self._stream, self._is_quiet = num_done, stats, stream, is_quiet
         self._started = self._last_line = time.monotonic()

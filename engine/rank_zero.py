@@ -10,27 +10,24 @@ from dataclasses import asdict
 from pathlib import Path
 
 from comm.communicator import Communicator
-from engine.byte_text import ByteText
 from engine.command import CommandOptions
 from engine.feed import Feed
-from engine.generation_defaults import GenerationDefaults, load_generation_defaults
+from engine.frontend import Frontend, checked_seed
 from engine.job import Counts, Job
 from engine.leader import Leader
 from engine.loading import Blueprint
 from engine.loop import RunStats
-from engine.options import parse_options
 from engine.output import STDOUT, OutputWriter
 from engine.prepare import RowPreparer, fill_defaults, fresh_seed
 from engine.progress import Progress
 from engine.refused import Refused
 from engine.replica import Replica
 from engine.resume import ResumeState, open_output
-from engine.rows import Row, RowError, count_rows, read_rows
-from engine.sampling_params import SamplingParams
+from engine.row_count import count_rows
+from engine.rows import Row, RowError, read_rows
 from engine.side_file import RunIdentity, input_identity
 from engine.sinks import RowSink, Sink, TextSink
 from engine.summary import summary_lines
-from engine.text import Text
 from engine.version import VERSION
 from launch.errors import EXIT_OK, EXIT_ROWS_FAILED, UsageError
 from launch.exits import MEANINGS
@@ -47,11 +44,8 @@ class RankZero:
 
     def __init__(self, options: CommandOptions, blueprint: Blueprint):
         self.options, self.blueprint = options, blueprint
-        self.text = self._load_text()
-        self.defaults = self._defaults()
-        self.run_seed = fresh_seed() if options.seed is None else _checked_seed(options.seed)
-        self.eos_ids = frozenset(self.text.eos_ids(blueprint.config.eos_token_ids, self.defaults.eos_token_ids))
-        self.num_ids = min(blueprint.config.full_vocab, self.text.vocab_size)
+        self.frontend = Frontend.load(blueprint, options.sampling_options(), not options.no_generation_config)
+        self.run_seed = fresh_seed() if options.seed is None else checked_seed(options.seed)
         self.is_chat = self._choose_chat()
         self.stats = RunStats()
         self.look_ahead = LOOK_AHEAD_BATCHES * options.max_batch
@@ -64,25 +58,12 @@ class RankZero:
 
     # -- before the ranks are connected ------------------------------------------------------------------------------
 
-    def _load_text(self) -> Text | ByteText:
-        folder = Path(self.options.model)
-        return Text.load(folder) if folder.is_dir() else ByteText(self.blueprint.config.full_vocab)
-
-    def _defaults(self) -> GenerationDefaults:
-        given = self.options.sampling_options()
-        try:
-            checked = parse_options(given, SamplingParams())
-        except Refused as error:
-            raise UsageError(f"{error.message} (see --help)") from None
-        overrides = {name: getattr(checked, name) for name in given}
-        return load_generation_defaults(self.options.model, overrides, not self.options.no_generation_config)
-
     def _choose_chat(self) -> bool:
-        options = self.options
-        if options.is_chat and not self.text.has_chat_template:
+        options, has_template = self.options, self.frontend.text.has_chat_template
+        if options.is_chat and not has_template:
             raise UsageError(f"--chat: the model in {options.model} has no chat template; use --raw")
         if options.is_chat is None:
-            return bool(options.prompts) and self.text.has_chat_template
+            return bool(options.prompts) and has_template
         return options.is_chat
 
     def open(self) -> None:
@@ -116,7 +97,7 @@ class RankZero:
         model = {
             "config": blueprint.config.fingerprint,
             "weights": f"dummy {blueprint.settings.dummy_seed}" if checkpoint is None else checkpoint.fingerprint,
-            "tokenizer": self.text.fingerprint,
+            "tokenizer": self.frontend.text.fingerprint,
             "dtype": str(blueprint.dtype),
             "max_model_len": blueprint.max_model_len,
         }
@@ -128,14 +109,14 @@ class RankZero:
             "openai": options.is_openai,
             "token_ids": options.with_token_ids,
         }
-        sampling = _plain(asdict(fill_defaults(self.defaults.params))) | {"seed": self.options.seed}
+        sampling = _plain(asdict(fill_defaults(self.frontend.defaults.params))) | {"seed": self.options.seed}
         return RunIdentity(model=model, input=source, sampling=sampling, settings=settings)
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def _rows(self) -> Iterator[Row | RowError]:
         options = self.options
-        params = self.defaults.params
+        params = self.frontend.defaults.params
         if options.input_path is None:
             for index, prompt in enumerate(options.prompts[: options.limit]):
                 yield Row(index, index + 1, None, None, params, prompt=prompt, system=options.system)
@@ -158,7 +139,7 @@ class RankZero:
         return total if total is None or options.limit is None else min(total, options.limit)
 
     def _preparer(self, max_tokens_total: int) -> RowPreparer:
-        return RowPreparer(self.text, self.eos_ids, self.num_ids, max_tokens_total, self.run_seed, self.is_chat)
+        return self.frontend.preparer(max_tokens_total, self.run_seed, self.is_chat)
 
     def dry_run(self) -> int:
         """Print every row's rendered prompt, ids and effective options as JSON lines. Returns the exit code."""
@@ -202,12 +183,9 @@ class RankZero:
     def begin(self, replica: Replica, comm: Communicator, threads: ThreadChoice) -> None:
         """Print the summary and start reading rows."""
         limits = replica.scheduler.limits
-        self.leader = Leader(self.text, limits.max_model_len, self.num_ids)
+        self.leader = Leader(self.frontend.text, limits.max_model_len, self.frontend.num_ids)
         if not self.options.quiet:
-            names = [f"{token_id} {self.text.token_bytes[token_id].decode('utf-8', 'replace')!r}" for token_id in sorted(self.eos_ids)]
-            source, params = self.defaults.source, fill_defaults(self.defaults.params)
-            lines = summary_lines(self.blueprint, replica, comm, threads, self.num_ids, names, params, source, self.run_seed)
-            lines += [f"  note: {note}" for note in self.defaults.notes]
+            lines = summary_lines(self.blueprint, self.frontend, replica, comm, threads, self.run_seed)
             print("\n".join(lines), file=sys.stderr, flush=True)
         is_quiet = self.options.quiet or self.options.is_single_prompt
         self.progress = Progress(self._num_rows(), len(self._state.done), self.stats, is_quiet=is_quiet)
@@ -247,14 +225,6 @@ class RankZero:
             file=sys.stderr,
             flush=True,
         )
-
-
-def _checked_seed(seed: int) -> int:
-    try:
-        parse_options({"seed": seed}, SamplingParams())
-    except Refused as error:
-        raise UsageError(f"--seed: {error.message}") from None
-    return seed
 
 
 def _plain(value: object) -> dict[str, object]:

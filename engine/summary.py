@@ -5,42 +5,45 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from comm.communicator import Communicator
+from engine.frontend import Frontend
 from engine.loading import Blueprint
+from engine.prepare import fill_defaults
 from engine.replica import Replica
+from engine.rope import RopeConfig
 from engine.sampling_params import SamplingParams
 from launch.threads import ThreadChoice
 
 
 def summary_lines(
-    blueprint: Blueprint,
-    replica: Replica,
-    comm: Communicator,
-    threads: ThreadChoice,
-    num_used_ids: int,
-    stop_names: list[str],
-    defaults: SamplingParams,
-    defaults_source: str,
-    seed: int,
+    blueprint: Blueprint, frontend: Frontend, replica: Replica, comm: Communicator, threads: ThreadChoice, seed: int
 ) -> list[str]:
     """Lines of `name: value`. Every choice that was made for the user carries its reason."""
     config, plan, limits = blueprint.config, blueprint.plan, replica.scheduler.limits
     pool = replica.scheduler.pool
+    defaults = fill_defaults(frontend.defaults.params)
     kv_tokens = pool.num_pages * pool.page_size
     facts = {
         "model": f"{blueprint.settings.model} ({config.family}, {config.num_layers} layers, hidden {config.hidden_size})",
-        "dtype": f"{str(blueprint.dtype).removeprefix('torch.')} on {blueprint.device}, {threads.number} threads a rank ({threads.reason})",
-        "tensor parallel": f"{plan.size} ({plan.padding_summary})",
-        "vocabulary": f"{config.full_vocab} ({num_used_ids} used), {plan.local_vocab * plan.size} with padding",
+        "dtype": f"{str(blueprint.dtype).removeprefix('torch.')} on {blueprint.device}",
+        "threads": f"{threads.number} a rank ({threads.reason})",
+        "tensor parallel": f"{plan.size} ({plan.padding_summary or 'no padding'})",
+        "vocabulary": f"{config.full_vocab} ({frontend.num_ids} used), {plan.local_vocab * plan.size} with padding",
         "KV cache": f"{kv_tokens} tokens in {pool.num_pages} pages; a row has up to {limits.max_model_len} tokens",
         "batch": f"up to {limits.max_batch} rows, {limits.max_step_tokens} tokens a step, "
         f"prefix reuse {'on' if pool.is_prefix_reuse else 'off'}",
-        "rope": config.rope.describe(),
-        "stops": ", ".join(stop_names) or "none",
-        "sampling": f"{describe_sampling(defaults)} (from {defaults_source}; seed {seed})",
+        "rope": describe_rope(config.rope),
+        "stops": ", ".join(frontend.stop_names()) or "none",
+        "sampling": f"{describe_sampling(defaults)} (from {frontend.defaults.source}; seed {seed})",
         "all-reduce": f"{comm.name} ({comm.reason})",
     }
     lines = [f"  {name:<16}{value}" for name, value in facts.items()]
-    return ["doorbell:", *lines, *(f"  note: {note}" for note in blueprint.notes)]
+    notes = [*blueprint.notes, *frontend.defaults.notes]
+    return ["doorbell:", *lines, *(f"  note: {note}" for note in notes)]
+
+
+def describe_rope(rope: RopeConfig) -> str:
+    scaling = "" if rope.kind == "default" else f", factor {rope.factor:g} over {rope.original_max_positions} positions"
+    return f"{rope.kind}, base {rope.theta:g}{scaling}"
 
 
 def describe_sampling(params: SamplingParams) -> str:

@@ -26,6 +26,7 @@ class Environment:
     num_threads: int | None = None
     omp_num_threads: int | None = None
     has_rendezvous: bool = False
+    error_file: str = ""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
@@ -45,6 +46,7 @@ class Environment:
             is_torchrun=is_torchrun,
             num_threads=_integer(environ, "DOORBELL_NUM_THREADS", 0) or None,
             omp_num_threads=None if is_forced_by_torchrun or omp < 1 else omp,
+            error_file=environ.get("TORCHELASTIC_ERROR_FILE", ""),
             has_rendezvous=bool(environ.get("MASTER_ADDR")) and bool(environ.get("MASTER_PORT")),
         )
 

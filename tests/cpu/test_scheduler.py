@@ -111,7 +111,9 @@ def test_samples_of_one_row_share_the_prompt():
 @given(
     st.lists(st.tuples(st.integers(0, 99), st.integers(0, 2**40)), max_size=5),
     st.lists(st.integers(0, 99), max_size=4),
-    st.lists(st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.booleans(), st.none() | st.integers(0, 9)), max_size=4),
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.booleans(), st.none() | st.integers(0, 9)), max_size=4
+    ),
     st.sampled_from([-1, 0, 3, 130]),
 )
 def test_messages_survive_the_wire(tokens, finished, added, exit_code):
