@@ -92,7 +92,7 @@ def load_generation_defaults(
         params = replace(params, **off)
     if params.temperature == 0 and params.repetition_penalty != 1 and "repetition_penalty" not in given:
         notes.append(
-            f"greedy decoding with repetition_penalty {params.repetition_penalty:g} from {FILE_NAME} is not plain argmax"
+            f"repetition_penalty {params.repetition_penalty:g} from {FILE_NAME} applies: greedy is not the plain argmax"
         )
     return GenerationDefaults(params, _eos_ids(content.get("eos_token_id"), path), FILE_NAME, tuple(notes))
 

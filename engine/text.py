@@ -42,7 +42,7 @@ class Text:
 
     @classmethod
     def load(cls, folder: str | Path) -> Text:
-        """The tokenizer in `folder`. *Raises* ModelError naming `folder` if it is missing, broken or has no fast form."""
+        """The tokenizer in `folder`. *Raises* ModelError naming `folder` if that is missing, broken or too old."""
         folder = Path(folder)
         if not folder.is_dir():
             raise ModelError(f"there is no model folder {folder}")
@@ -101,7 +101,7 @@ class Text:
         return self._specials.get(text)
 
     def split_stops(self, stops: Iterable[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Stop strings to look for in the text, and the ids of those that are special tokens (never part of the text)."""
+        """Stop strings to look for in the text, and the ids of those that are special tokens, never part of it."""
         stops = tuple(dict.fromkeys(stops))
         strings = tuple(stop for stop in stops if stop not in self._specials)
         return strings, tuple(self._specials[stop] for stop in stops if stop in self._specials)
