@@ -58,6 +58,7 @@ class CommandOptions:
     retry_failed: bool
     overwrite: bool
     strict: bool
+    allow_failed_rows: bool
     is_stream: bool | None
     quiet: bool
 

@@ -199,7 +199,8 @@ class RankZero:
         return RowSink(self.writer, self.options.model, self.options.is_openai, self.options.with_token_ids)
 
     def exit_code(self) -> int:
-        return EXIT_ROWS_FAILED if self.job.counts.failed else EXIT_OK
+        is_failure = self.job.counts.failed and not self.options.allow_failed_rows
+        return EXIT_ROWS_FAILED if is_failure else EXIT_OK
 
     def finish(self, code: int, message: str | None) -> None:
         """Close the output at a row boundary and write how the run ended. *Raises* `OutputError`."""

@@ -1,0 +1,53 @@
+# Doorbell. `make help` lists the targets; every variable below can be given on the command line.
+
+PYTHON   ?= python3
+VENV     ?= .venv
+TP       ?= 2
+MODEL    ?= models/smollm2-135m
+INPUT    ?= examples/prompts.jsonl
+OUTPUT   ?= out.jsonl
+# torch for a machine without a GPU. On a GPU machine, keep the torch that is there: make setup TORCH= VENV_FLAGS=--system-site-packages
+TORCH    ?= torch==2.13.0
+# Extra options for installing torch, e.g. an --index-url of CPU-only builds.
+TORCH_FLAGS ?=
+VENV_FLAGS  ?=
+
+BIN      := $(VENV)/bin
+# torchrun would set OMP_NUM_THREADS to 1 itself, with a warning; Doorbell chooses its threads either way.
+TORCHRUN  = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(TP)
+STAMP    := $(VENV)/.doorbell-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup model demo test lint bench-cpu results clean
+
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(STAMP): setup.cfg
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 12) else "Doorbell needs Python 3.10 to 3.12, not %d.%d; name one with PYTHON=" % v)'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv module is missing; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) $(TORCH))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo,dev]'
+	@touch $@
+
+setup: $(STAMP)  ## Create .venv with everything the demo and the tests need
+
+model: $(STAMP)  ## Obtain the default model, SmolLM2-135M-Instruct, into models/
+	$(BIN)/python -m engine.default_model --output models/smollm2-135m
+
+demo: model  ## Answer examples/prompts.jsonl on two processes and show the answers
+	$(TORCHRUN) -m engine.generate --model $(MODEL) --input $(INPUT) --output $(OUTPUT) --overwrite --allow-failed-rows
+	@$(BIN)/python -m engine.show $(OUTPUT)
+
+test: model  ## Run every test that needs no GPU
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## Check the style
+	$(BIN)/ruff check .
+
+bench-cpu: model  ## Decode and prefill against transformers on the default model, batch 1 and 8
+	$(BIN)/python -m engine.bench_cpu --model $(MODEL) --record results/cpu.jsonl
+
+clean:  ## Remove .venv, the model and caches
+	rm -rf $(VENV) models .pytest_cache .hypothesis .ruff_cache build *.egg-info
