@@ -100,6 +100,7 @@ def test_leading_space_at_the_start_of_a_text(pieces_text):
     assert stream(Detokenizer(pieces_text), [hello, world]) == "hello world"
     assert stream(Detokenizer(pieces_text, context=[bos]), [hello, world]) == "hello world"
     assert stream(Detokenizer(pieces_text, context=[bos, hello]), [hello, world]) == " hello world"
+    assert stream(Detokenizer(pieces_text), [bos, 150_000, hello]) == "hello"  # ids without text start nothing
     assert stream(Detokenizer(pieces_text, skip_special_tokens=False), [bos, hello]) == "<s> hello"
 
 
