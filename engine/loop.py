@@ -17,7 +17,7 @@ from engine.leader import Leader
 from engine.replica import Replica
 from engine.request import Request
 from engine.scheduler import ScheduledRow
-from engine.step_message import GO_ON
+from engine.step_message import GO_ON, StepMessage
 from launch.errors import EXIT_BUG, EXIT_OK, DoorbellError, PeerLost
 
 # While rank 0 waits for input, the others wait for rank 0; a message this often tells them that it still lives.
@@ -139,7 +139,17 @@ def lead(
         raise
     finally:
         if is_boundary:
-            comm.broadcast_ints(leader.take_message(exit_code))
+            _end(replica, comm.broadcast_ints(leader.take_message(exit_code)))
+            leader.samples.clear()
+
+
+def _end(replica: Replica, ints: list[int]) -> int:
+    """Take in the last message; drop what it leaves unfinished, so that a later run starts clean. *Collective*."""
+    exit_code = replica.apply(ints).exit_code
+    replica.drop_all()
+    if exit_code == EXIT_OK:
+        replica.check_agreement()
+    return exit_code
 
 
 def _admit(leader: Leader, source: RequestSource, look_ahead: int, is_idle: bool) -> None:
@@ -156,8 +166,9 @@ def _admit(leader: Leader, source: RequestSource, look_ahead: int, is_idle: bool
 def follow(replica: Replica) -> int:
     """Every other rank: repeat rank 0's schedule until it says stop. Returns the exit code rank 0 named. *Collective*."""
     while True:
-        message = replica.apply(replica.comm.broadcast_ints(None))
-        if message.exit_code != GO_ON:
-            return message.exit_code
+        ints = replica.comm.broadcast_ints(None)
+        if StepMessage.decode(ints).exit_code != GO_ON:
+            return _end(replica, ints)
+        replica.apply(ints)
         if replica.scheduler.has_work:
             replica.step()

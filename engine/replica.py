@@ -45,6 +45,22 @@ class Replica:
             self.scheduler.add(sequence)
         return message
 
+    def drop_all(self) -> None:
+        """Forget every open row and give its pages back."""
+        for seq_id in list(self.sequences):
+            self.scheduler.finish(seq_id)
+            del self.sequences[seq_id]
+
+    def check_agreement(self) -> None:
+        """Compare the digests of all ranks: a silent divergence becomes an error. *Collective*.
+
+        *Raises* RuntimeError on rank 0 naming the ranks that went another way: a bug, or memory gone bad.
+        """
+        gathered = self.comm.gather(torch.tensor([self.digest], dtype=torch.float64))  # 32 bits fit exactly
+        if gathered is not None and bool((gathered != gathered[0]).any()):
+            strayed = (gathered != gathered[0]).nonzero().flatten().tolist()
+            raise RuntimeError(f"ranks {strayed} took other steps than rank 0; the answers cannot be trusted")
+
     def step(self) -> tuple[list[ScheduledRow], torch.Tensor | None]:
         """Compute the next step. *Collective*. Returns its rows and, on rank 0, the fp32 logits asked for `[n, full_vocab]`."""
         rows = self.scheduler.schedule()

@@ -1,0 +1,108 @@
+"""Runs the whole engine inside one process: every rank a thread, the real loop, scheduler, sampler and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from comm.single import SingleCommunicator
+from comm.threads import run_ranks
+from engine.byte_text import ByteText
+from engine.completion import Completion
+from engine.leader import Leader
+from engine.loading import build_replica, draw_blueprint
+from engine.loop import ListSource, RunStats, follow, lead
+from engine.pages import PagePool
+from engine.replica import Replica
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Limits, Scheduler
+from engine.settings import EngineSettings
+from engine.step_batch import StepBatch
+from launch.world import World
+
+CPU = torch.device("cpu")
+
+
+def request(prompt_ids: Sequence[int], row_key: object = 0, seed: int = 1, stop_ids=(), stop=(), **options) -> Request:
+    """A request as `RowPreparer` would make it; `options` are those of `SamplingParams`."""
+    options.setdefault("max_tokens", 16)
+    return Request(list(prompt_ids), SamplingParams(**options), seed, frozenset(stop_ids), tuple(stop), row_key)
+
+
+@dataclass
+class Run:
+    """What came out: completions a request, each rank's digest, rank 0's counters."""
+
+    answers: list[list[Completion]] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
+    stats: RunStats = field(default_factory=RunStats)
+    num_preemptions: int = 0
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        return [list(completions[0].token_ids) for completions in self.answers]
+
+    @property
+    def texts(self) -> list[str]:
+        return [completions[0].text for completions in self.answers]
+
+
+def answer(folder: Path, requests: Sequence[Request], size: int = 1, text=None, look_ahead: int = 100, **settings) -> Run:
+    """Answer `requests` with the model in `folder` at TP `size`; the settings are those of `EngineSettings`."""
+    settings = {"threads": 1, "kv_memory_bytes": 1 << 24, **settings}
+
+    def rank_main(comm) -> Replica:
+        world = World(rank=comm.rank, size=size, local_rank=comm.rank, local_size=size)
+        replica = build_replica(draw_blueprint(EngineSettings(str(folder), **settings), world), world, comm)
+        if comm.rank:
+            assert follow(replica) == 0
+        else:
+            lead_all(replica, requests, run, text, look_ahead)
+        return replica
+
+    run = Run(answers=[[] for _ in requests])
+    replicas = run_ranks(size, rank_main)
+    run.digests = [replica.digest for replica in replicas]
+    run.num_preemptions = replicas[0].scheduler.num_preemptions
+    for replica in replicas:
+        assert not replica.sequences and replica.scheduler.pool.num_available == replica.scheduler.pool.num_pages
+    return run
+
+
+def lead_all(replica: Replica, requests: Sequence[Request], run: Run, text=None, look_ahead: int = 100) -> None:
+    text = ByteText(replica.full_vocab) if text is None else text
+    leader = Leader(text, replica.scheduler.limits.max_model_len, min(replica.full_vocab, text.vocab_size))
+    for index, item in enumerate(requests):
+        item.on_done = lambda completions, index=index: run.answers[index].extend(completions)
+    lead(replica, leader, ListSource(list(requests)), run.stats, look_ahead)
+
+
+class ScriptedBackend:
+    """A "model" whose logits are whatever `script(token id, position)` returns: fp32 `[vocab]`, or the id to force."""
+
+    def __init__(self, script: Callable[[int, int], torch.Tensor | int], vocab: int):
+        self._script, self._vocab = script, vocab
+
+    def run(self, batch: StepBatch) -> torch.Tensor:
+        rows = [torch.full((self._vocab,), -10.0) for _ in range(batch.logit_idx.numel())]
+        for row, idx in zip(rows, batch.logit_idx.tolist()):
+            wanted = self._script(int(batch.token_ids[idx]), int(batch.positions[idx]))
+            if isinstance(wanted, torch.Tensor):
+                row.copy_(wanted)
+            else:
+                row[wanted] = 10.0
+        return torch.stack(rows) if rows else torch.empty(0, self._vocab)
+
+
+def answer_scripted(script, requests: Sequence[Request], text, vocab: int | None = None, max_model_len: int = 4096) -> Run:
+    """Answer `requests` with a scripted model of `vocab` rows (default: as many as `text` has)."""
+    vocab = vocab or text.vocab_size
+    scheduler = Scheduler(Limits(8, 64, max_model_len), PagePool(max_model_len // 4, 16))
+    replica = Replica(scheduler, ScriptedBackend(script, vocab), SingleCommunicator(), vocab, CPU)
+    run = Run(answers=[[] for _ in requests])
+    lead_all(replica, requests, run, text)
+    return run
