@@ -40,9 +40,9 @@ def reduce_for_ever(rank, size, requested):
             report("running")
 
 
-def lose_a_rank(size, requested, lost_rank, signal_number):
+def lose_a_rank(size, requested, lost_rank, signal_number, environ=None):
     """What the survivors say when `lost_rank` gets the signal in mid all-reduce, and after how long."""
-    with RankProcesses(size, reduce_for_ever, requested) as ranks:
+    with RankProcesses(size, reduce_for_ever, requested, environ=environ) as ranks:
         for rank in range(size):
             assert ranks.receive(rank) == "running"
         start = time.monotonic()
@@ -77,6 +77,13 @@ def test_a_stopped_rank_is_named_and_ended(size, requested, lost_rank):
         assert (kind, rank) == ("PeerLost", lost_rank)
         assert "has not answered for" in message
     assert said[min(said)][3]
+
+
+def test_ranks_that_share_no_memory_watch_each_other_through_the_store():
+    each_on_a_machine_of_its_own = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    said, elapsed_s = lose_a_rank(3, "auto", 1, signal.SIGSTOP, each_on_a_machine_of_its_own)
+    assert STALL_S * 0.9 < elapsed_s < 10
+    assert all(rank == 1 and "has not answered for" in message for _, rank, message, _ in said.values())
 
 
 def leave_early(rank, size):
