@@ -22,7 +22,7 @@ LLAMA3 = {
 
 
 def make_model(family: str = "qwen2", seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random fp32 model: 2 layers, 8 query and 2 KV heads of dimension 16, vocabulary 131, biases and norms not trivial."""
+    """A random fp32 model: 2 layers, 8 query and 2 KV heads of dimension 16, vocabulary 131, no trivial bias."""
     options: dict[str, Any] = {
         "vocab_size": 131,
         "hidden_size": 64,
@@ -48,7 +48,7 @@ def make_model(family: str = "qwen2", seed: int = 0, **overrides: Any) -> PreTra
 
 
 def save_model(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:
-    """Write `model` as a Hugging Face folder; a small `max_shard_size` (such as `50KB`) makes several files and an index."""
+    """Write `model` as a Hugging Face folder; a small `max_shard_size` (`50KB`) makes several files and an index."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
