@@ -18,7 +18,7 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` `[out, in]` in oneDNN's blocked layout where `can_pack`, else `weight` itself. `to_dense()` undoes it."""
+    """`weight` `[out, in]` in oneDNN's blocked layout where `can_pack`, else `weight` itself. `to_dense()` undoes."""
     if not can_pack(weight):
         return weight
     with torch.inference_mode():

@@ -197,7 +197,7 @@ def test_step_leaves_its_inputs_and_foreign_slots_alone(tmp_path):
 
 
 def test_bfloat16_follows_fp32(tmp_path):
-    """Half precision runs and stays near fp32: bf16 keeps 8 bits, so 2 layers of this width stay within a few percent."""
+    """Half precision runs and stays near fp32: bf16 keeps 8 bits, so two layers stay within a few percent."""
     model = make_model("qwen3")
     folder = save_model(model, tmp_path)
     tokens = prompt(30)

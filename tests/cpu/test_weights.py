@@ -127,7 +127,7 @@ def test_shard_of_72b_at_8_ranks_has_an_eighth_of_the_model():
 
 
 LOADER = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
 import torch
 from engine.checkpoint import Checkpoint
@@ -139,10 +139,18 @@ folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 config = load_config(folder)
 plan = ShardPlan.make(config, 4, rank)
 checkpoint = Checkpoint.open(folder, config)
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before = peak()
+
+
+def peak_bytes():
+    # VmHWM, because ru_maxrss survives exec and would start at the peak of the test process.
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again at the present size
+before = peak_bytes()
 weights = load_weights(checkpoint, plan, getattr(torch, sys.argv[3]), torch.device("cpu"))
-print(json.dumps({"growth": peak() - before, "shard": weights.num_bytes}))
+print(json.dumps({"growth": peak_bytes() - before, "shard": weights.num_bytes}))
 """
 
 
@@ -155,16 +163,18 @@ def large_folder(tmp_path_factory) -> Path:
     return save_model(model, tmp_path_factory.mktemp("large"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_peak_memory_is_shard_plus_one_tensor(large_folder, dtype):
-    """Case 115: four processes load at once; none grows by more than its shard, one tensor and a fixed slack.
+def test_peak_memory_is_shard_plus_one_tensor(large_folder):
+    """Case 115: four processes load at once; none grows by more than its shard, one tensor and a fixed slack,
+    with (odd ranks) and without conversion.
 
     Peak RSS counts mapped file pages too, so reading whole tensors, or keeping the file open, would show.
     """
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("peak memory is read from Linux's /proc")
     root = Path(__file__).resolve().parents[2]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", LOADER, str(large_folder), str(rank), dtype],
+            [sys.executable, "-c", LOADER, str(large_folder), str(rank), ("float32", "bfloat16")[rank % 2]],
             cwd=root, stdout=subprocess.PIPE, text=True,
         )
         for rank in range(4)
