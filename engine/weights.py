@@ -66,8 +66,8 @@ class ModelWeights:
     def pack(self) -> None:
         """Repack the matrices for speed where that helps (`kernels/linear.py`), one at a time, dropping the plain ones.
 
-        Idempotent. *Cost*: no memory but one matrix, and the head a second time where it is tied, because the embedding is
-        looked up by rows and stays plain.
+        Idempotent. *Cost*: no memory but one matrix, and the head a second time where it is tied, because the
+        embedding is looked up by rows and stays plain.
         """
         for layer in self.layers:
             for name in MATRICES:

@@ -1,7 +1,8 @@
 """Matrix product with a weight matrix, torch twin, and the packing that makes it fast for few rows on a CPU.
 
-`F.linear` with 1 to 16 rows of fp32 runs at half the memory bandwidth or less on common CPUs; oneDNN with a weight in its own blocked
-layout reaches it. Packing replaces the plain matrix, so it costs no memory; the packed tensor is opaque (`is_mkldnn`).
+`F.linear` with 1 to 16 rows of fp32 runs at half the memory bandwidth or less on common CPUs; oneDNN with a
+weight in its own blocked layout reaches it. Packing replaces the plain matrix, so it costs no memory; the
+packed tensor is opaque (`is_mkldnn`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` `[out, in]` in oneDNN's blocked layout where `can_pack`, else `weight` itself. `to_dense()` undoes it."""
+    """`weight` `[out, in]` in oneDNN's blocked layout where `can_pack`, else `weight` itself. `to_dense()` undoes."""
     if not can_pack(weight):
         return weight
     with torch.inference_mode():
@@ -27,8 +28,9 @@ def pack_linear(weight: torch.Tensor) -> torch.Tensor:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias`.
 
-    `x` `[num_tokens, in]`, contiguous; `weight` `[out, in]`, plain or from `pack_linear`; `bias` `[out]`. Returns a new contiguous
-    `[num_tokens, out]`. *Numbers*: the accumulation dtype and order of the library that runs it (fp32 or better).
+    `x` `[num_tokens, in]`, contiguous; `weight` `[out, in]`, plain or from `pack_linear`; `bias` `[out]`.
+    Returns a new contiguous `[num_tokens, out]`. *Numbers*: the accumulation dtype and order of the library
+    that runs it (fp32 or better).
     """
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)
