@@ -16,9 +16,9 @@ class Request:
     """One row to answer.
 
     `row_key`: what, beside the seed, the row's random stream depends on; None if the row brought its own seed. `seed` is always
-    set. `stop_ids`: every id that ends the row; `kept_stops`: those that the user named as stop strings and wants kept in the text.
-    `on_text` gets new text of sample 0 as it becomes final; `on_done` gets the
-    completions of all `params.n` samples, once.
+    set. `stop_ids`: every id that ends the row; `kept_stops`: those that the user named as stop strings and wants kept in the
+    text. `on_text` gets new text of sample 0 as it becomes final; `on_done` gets the completions of all `params.n` samples,
+    once.
     """
 
     prompt_ids: list[int]

@@ -68,7 +68,8 @@ def commit() -> str:
         return subprocess.run(("git", *arguments), capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+        is_changed = bool(git("status", "--porcelain", "--untracked-files=no"))
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if is_changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
