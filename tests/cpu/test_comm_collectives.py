@@ -13,7 +13,7 @@ from launch.world import World
 from tests.ranks_harness import RankFailed, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_BYTES = 1 << 16  # small, so that large messages are cheap to try
+MAX_BYTES = 1 << 14  # small, so that large messages are cheap to try
 BITS = {4: torch.int32, 2: torch.int16}
 
 
@@ -109,9 +109,9 @@ def all_ranks_hold_the_same_bits(communicator):
 
 def many_calls_with_changing_sizes_stay_right(communicator):
     sizes = random.Random(1)
-    num_calls = 4000 if communicator.name == "one_shot" and communicator.size <= 3 else 300
+    num_calls = 2500 if communicator.name == "one_shot" and communicator.size <= 3 else 150
     for call in range(num_calls):
-        n = sizes.choice((1, 2, 5, 64, 63, 1000, 17_000))
+        n = sizes.choice((1, 2, 5, 64, 63, 1000, 5_000))
         x = torch.full((n,), float(communicator.rank + call % 50))
         communicator.all_reduce(x)
         expected = communicator.size * (communicator.size - 1) / 2 + communicator.size * (call % 50)
@@ -120,7 +120,7 @@ def many_calls_with_changing_sizes_stay_right(communicator):
 
 def stragglers_harm_nobody(communicator):
     delays = random.Random(communicator.rank)
-    for call in range(60):
+    for call in range(40):
         if delays.random() < 0.2:
             time.sleep(delays.random() * 0.01)
         x = torch.full((300,), float(call + communicator.rank))
@@ -137,7 +137,7 @@ def stragglers_harm_nobody(communicator):
 def gather_joins_the_last_dimension(communicator):
     rank, size = communicator.rank, communicator.size
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        for shape in ((1, 3), (2, 5), (3, 2, 7), (4, 40_001), (5,)):
+        for shape in ((1, 3), (2, 5), (3, 2, 7), (4, 20_001), (5,)):
             x = (torch.arange(math.prod(shape)) % 100 + 100 * rank).to(dtype).view(shape)
             before = x.clone()
             gathered = communicator.gather(x)

@@ -49,7 +49,7 @@ def stream(rank, size, payload_at, num_messages):
 
 @pytest.mark.parametrize("payload_at", [0, 1])
 def test_every_message_arrives_whole_and_in_order(payload_at):
-    run_ranks(2, stream, payload_at, 1000)
+    run_ranks(2, stream, payload_at, 600)
 
 
 def zeros_of_both_signs(rank, size):
