@@ -67,7 +67,9 @@ def test_spellings_of_rope_theta_agree():
 def test_missing_rope_theta_is_refused_where_no_default_is_implied():
     assert "'rope_theta'" in refusal(("rope_theta",))
     llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    assert parse(("rope_theta",), **llama).rope.theta == 10000.0  # Llama 1 and 2 leave it out
+    config = parse(("rope_theta",), **llama)
+    assert config.rope.theta == 10000.0  # Llama 1 and 2 leave it out
+    assert any("rope_theta" in note for note in config.notes) and not parse((), **llama).notes
 
 
 def test_rope_thetas_that_disagree_are_refused():
