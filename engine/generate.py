@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
-import sys
+from typing import NoReturn
 
 import click
 
 from engine.command import CommandOptions
 from engine.settings import DEFAULT_MAX_TOKENS
 from launch.environment import Environment
-from launch.exits import leave
+from launch.errors import EXIT_TERMINATED, DoorbellError
+from launch.exits import end_process, leave, report
+from launch.signals import SignalNote, end_with_parent
 
 EPILOG = """\b
 Exit codes: 0 all rows answered, 2 usage, 3 model or configuration, 4 some rows failed, 5 a peer was lost,
@@ -129,9 +132,24 @@ def command(**values: object) -> CommandOptions:
     return CommandOptions(**values)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of every rank. Leaves the process with a documented exit code."""
-    environment = Environment.read()
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Entry point of every rank. Ends the process with a documented exit code."""
+    try:
+        environment = Environment.read()
+    except DoorbellError as error:
+        leave(error.exit_code, Environment(), str(error))
+    options = _read_options(argv, environment)
+    note = SignalNote()
+    note.on_signal = note.on_force = lambda code: _leave_early(code, environment)
+    note.install()
+    if environment.is_torchrun:
+        end_with_parent()
+    from engine.run import run_command
+
+    end_process(run_command(options, environment, note))
+
+
+def _read_options(argv: list[str] | None, environment: Environment) -> CommandOptions:
     is_speaker = environment.rank == 0
     try:
         with contextlib.nullcontext() if is_speaker else contextlib.redirect_stdout(io.StringIO()):
@@ -142,9 +160,13 @@ def main(argv: list[str] | None = None) -> None:
         leave(2, environment, error.format_message() + " (see --help)")
     if not isinstance(options, CommandOptions):  # --help has been printed
         leave(0, environment)
-    from engine.run import run_command
+    return options
 
-    sys.exit(run_command(options, environment))
+
+def _leave_early(code: int, environment: Environment) -> NoReturn:
+    """A signal while the libraries are still being imported: there is nothing to save and no peer to tell."""
+    report(code, environment, "terminated" if code == EXIT_TERMINATED else "interrupted")
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ class RankZero:
         if self.writer is not None:
             self.writer.close_at_boundary()
         if self.side is not None:
-            counts = self.job.counts if self.job is not None else Counts()
+            counts = self.job.final_counts() if self.job is not None else Counts()
             self.side.finish(counts=counts.as_record(), exit_code=code, reason=message or MEANINGS[code])
 
     def _print_end(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -22,6 +22,7 @@ from launch.errors import (
     EXIT_TERMINATED,
     EXIT_USAGE,
 )
+from launch.signals import give_up_signals
 
 MEANINGS = {
     EXIT_OK: "all rows answered",
@@ -60,8 +61,19 @@ def leave(code: int, environment: Environment, message: str | None = None) -> No
 
 def wait_for_speaker() -> None:
     """Give rank 0 time to print: torchrun ends every rank as soon as it sees the first one leave."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    give_up_signals()
     time.sleep(WAIT_FOR_SPEAKER_S)
+
+
+def end_process(code: int) -> NoReturn:
+    """Exit without the interpreter's tear-down, once everything is said and saved.
+
+    A thread that still waits for a line of standard input would make the tear-down abort ("could not acquire lock for stdin").
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _say(line: str) -> None:
