@@ -134,7 +134,7 @@ def input_identity(path: Path | str) -> dict[str, object]:
                 digest.update(piece)
                 num_bytes += len(piece)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the input file {path}: {error}") from None
+        raise UsageError(f"cannot read the input file {path}: {getattr(error, 'strerror', None) or error}") from None
     return {"bytes": num_bytes, "sha256": digest.hexdigest()}
 
 
