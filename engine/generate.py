@@ -44,6 +44,18 @@ class ByteSize(click.ParamType):
         return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
+class Utf8Text(click.ParamType):
+    """Text in UTF-8, whatever the locale says: with `LC_ALL=C`, Python takes the bytes of an argument for broken ASCII."""
+
+    name = "TEXT"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return os.fsencode(str(value)).decode("utf-8")
+        except UnicodeError:
+            self.fail(f"{value!r} is not text in UTF-8", param, ctx)
+
+
 class BiasPair(click.ParamType):
     """`ID=BIAS`."""
 
@@ -68,10 +80,10 @@ def option(*names: str, **settings: object):
 @option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto",
         help="dummy: random weights; MODEL may then be qwen2.5-0.5b to qwen2.5-72b.")
 # Input
-@option("--prompt", "prompts", multiple=True, metavar="TEXT", show_default=False, help="A prompt; may be repeated.")
+@option("--prompt", "prompts", type=Utf8Text(), multiple=True, show_default=False, help="A prompt; may be repeated.")
 @option("--input", "input_path", metavar="FILE", show_default=False, help="JSONL rows to answer; - reads standard input.")
-@option("--prompt-field", default="prompt", metavar="KEY", help="Key that holds the prompt in plain rows.")
-@option("--system", metavar="TEXT", show_default=False, help="System message for chats that have none.")
+@option("--prompt-field", type=Utf8Text(), default="prompt", metavar="KEY", help="Key that holds the prompt in plain rows.")
+@option("--system", type=Utf8Text(), show_default=False, help="System message for chats that have none.")
 @option("--chat/--raw", "is_chat", default=None, show_default="--chat for --prompt if the model has a template, --raw for rows",
         help="Whether plain prompts go through the chat template. Rows with messages always do.")
 @option("--limit", type=click.IntRange(1), metavar="N", show_default="all", help="Answer the first N rows only.")
@@ -87,7 +99,7 @@ def option(*names: str, **settings: object):
 @option("--presence-penalty", type=float, show_default="0", help="Over the answer only.")
 @option("--frequency-penalty", type=float, show_default="0", help="Over the answer only.")
 @option("--seed", type=int, show_default="random, stored", help="Each row's stream is keyed by this seed and its index.")
-@option("--stop", multiple=True, metavar="TEXT", show_default=False, help="Stop string; may be repeated.")
+@option("--stop", type=Utf8Text(), multiple=True, show_default=False, help="Stop string; may be repeated.")
 @option("--stop-token-id", "stop_token_ids", multiple=True, type=int, show_default=False, help="Stop id; may be repeated.")
 @option("--ignore-eos", is_flag=True, help="Do not stop at the model's end tokens.")
 @option("--include-stop-str", is_flag=True, help="Keep the matched stop string in the text.")

@@ -137,11 +137,17 @@ class RankRun:
 
     def _on_early_signal(self, code: int) -> None:
         """Before the loop no peer is in the middle of a step with us: leave from wherever the main thread is."""
-        raise Interrupted(self._asked() or code)
+        raise self._interruption(self._asked() or code)
+
+    def _interruption(self, code: int) -> Interrupted:
+        if self.comm is None and self.environment.is_torchrun and code == EXIT_TERMINATED:
+            # torchrun also sends SIGTERM when a rank has died, and before the ranks have met nobody here can tell.
+            return Interrupted(code, " before all ranks had met; if a rank failed, torchrun names it below")
+        return Interrupted(code)
 
     def _on_force(self, code: int) -> None:
         """Runs in the thread of `SignalNote`: the main thread did not end in time, or the user pressed again."""
-        self._end_now(code, str(Interrupted(code)), is_speaker=self.environment.rank == 0)
+        self._end_now(code, str(self._interruption(code)), is_speaker=self.environment.rank == 0)
 
     def _on_lost(self, lost: PeerLost) -> None:
         """Runs in the watch's thread: a peer is gone, and the main thread may be waiting for it for ever."""

@@ -96,8 +96,10 @@ class ForkedCommand:
 
 def _serve() -> None:
     sys.path.insert(0, str(ROOT))
-    import engine.run  # noqa: F401  what takes the time, with no thread started yet
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401  as engine.text does when it is needed
+    # What takes the time, with no thread started yet. engine.text imports transformers when it needs it.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+
+    import engine.run  # noqa: F401
     from engine.generate import main
 
     for line in sys.stdin:

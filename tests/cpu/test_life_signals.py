@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -161,6 +162,7 @@ def test_interrupt_while_waiting_for_standard_input(tmp_path, model):
 def test_a_pipe_that_nobody_reads_does_not_hold_up_the_end(tmp_path, model, rows):
     """The write of a row blocks for ever; the second signal ends the process all the same."""
     reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     with Run(tmp_path, [*arguments(model, rows, "-")[:4], "--quiet", "--max-batch", 4], stdout=writer) as running:
         os.close(writer)
         wait_until_full(running)
