@@ -17,8 +17,8 @@ import click
 from engine.command import CommandOptions
 from engine.settings import DEFAULT_MAX_TOKENS
 from launch.environment import Environment
-from launch.errors import EXIT_TERMINATED, DoorbellError
-from launch.exits import end_process, leave, report
+from launch.errors import DoorbellError
+from launch.exits import describe_signal, end_process, leave, report
 from launch.signals import SignalNote, end_with_parent
 
 EPILOG = """\b
@@ -177,7 +177,7 @@ def _read_options(argv: list[str] | None, environment: Environment) -> CommandOp
 
 def _leave_early(code: int, environment: Environment) -> NoReturn:
     """A signal while the libraries are still being imported: there is nothing to save and no peer to tell."""
-    report(code, environment, "terminated" if code == EXIT_TERMINATED else "interrupted")
+    report(code, environment, describe_signal(code, environment, has_met=False))
     os._exit(code)
 
 

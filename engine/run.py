@@ -32,7 +32,7 @@ from launch.errors import (
     PeerLost,
     UsageError,
 )
-from launch.exits import end_process, report, wait_for_speaker
+from launch.exits import describe_signal, end_process, report, wait_for_speaker
 from launch.signals import SignalNote
 from launch.threads import ThreadChoice, choose_threads
 from launch.world import World
@@ -68,7 +68,7 @@ class RankRun:
         except DoorbellError as error:
             code, message = error.exit_code, str(error)
         except Exception as error:
-            code, message = EXIT_BUG, f"internal error on rank {self.environment.rank}: {type(error).__name__}: {error}"
+            code, message = EXIT_BUG, f"internal error: {type(error).__name__}: {error}"  # rank 0 puts "rank n" before it
             self._print_traceback()
         self.note.on_signal = None
         return self._finish(code, message)
@@ -140,10 +140,7 @@ class RankRun:
         raise self._interruption(self._asked() or code)
 
     def _interruption(self, code: int) -> Interrupted:
-        if self.comm is None and self.environment.is_torchrun and code == EXIT_TERMINATED:
-            # torchrun also sends SIGTERM when a rank has died, and before the ranks have met nobody here can tell.
-            return Interrupted(code, " before all ranks had met; if a rank failed, torchrun names it below")
-        return Interrupted(code)
+        return Interrupted(code, describe_signal(code, self.environment, has_met=self.comm is not None))
 
     def _on_force(self, code: int) -> None:
         """Runs in the thread of `SignalNote`: the main thread did not end in time, or the user pressed again."""

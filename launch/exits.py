@@ -59,6 +59,17 @@ def leave(code: int, environment: Environment, message: str | None = None) -> No
     sys.exit(code)
 
 
+def describe_signal(code: int, environment: Environment, has_met: bool) -> str:
+    """Why a signal's `code` ended us, in a sentence. `has_met`: whether this rank is connected to the others already.
+
+    torchrun also sends SIGTERM when a rank has died, and before the ranks have met nobody but torchrun can tell.
+    """
+    what = MEANINGS[code]
+    if environment.is_torchrun and environment.world_size > 1 and code == EXIT_TERMINATED and not has_met:
+        return f"{what} before all ranks had met; if a rank failed, torchrun names it below"
+    return what
+
+
 def wait_for_speaker() -> None:
     """Give rank 0 time to print: torchrun ends every rank as soon as it sees the first one leave."""
     give_up_signals()
@@ -88,7 +99,8 @@ def _say(line: str) -> None:
 def _record_for_torchrun(path: Path, code: int, message: str | None) -> None:
     """The file whose text torchrun's failure summary shows in place of `error_file: <N/A>`."""
     text = f"exit code {code} ({MEANINGS.get(code, 'unknown')}): {message or 'see the output above'}"
-    record = {"message": {"message": text, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}}
+    # Without a "py_callstack": torchrun would show that in place of the text, even an empty one.
+    record = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
     try:
         path.write_text(json.dumps(record), encoding="utf-8")
     except OSError as error:

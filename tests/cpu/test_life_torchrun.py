@@ -63,8 +63,7 @@ def test_output_that_only_rank_zero_refuses(tmp_path, model, rows):
 
 def test_bug_on_one_rank(tmp_path, model, rows):
     ended = run_faulty(tmp_path, model, rows, "step:1", OMP_NUM_THREADS="2")
-    assert ended.stderr.count("ZeroDivisionError: a bug of this rank\n") == 1, ended.stderr
-    assert "[rank 1] ZeroDivisionError: a bug of this rank" in ended.stderr
+    assert ended.stderr.count("[rank 1] ZeroDivisionError: a bug of this rank\n") == 1, ended.stderr
     assert "[rank 0]" not in ended.stderr
     assert [line for line in ended.said if "a bug of this rank" in line] == [ended.sentence], ended.stderr
     assert "rank 1" in ended.sentence
@@ -84,8 +83,13 @@ def test_rank_killed_before_the_ranks_met(tmp_path, model, rows):
     started = time.monotonic()
     ended = run_faulty(tmp_path, model, rows, "meet:1")
     assert time.monotonic() - started < 25
-    assert ended.last_line in ("doorbell: exit code 143 (terminated)", "doorbell: exit code 5 (a peer was lost)"), ended.stderr
-    assert "torchrun names it" in ended.sentence or "rank" in ended.sentence
+    # Rank 0 has either been told by torchrun, in its way, or noticed that a connection to be made was not.
+    possible = {
+        "doorbell: exit code 143 (terminated)": "torchrun names it below",
+        "doorbell: exit code 5 (a peer was lost)": "connect",
+    }
+    assert possible[ended.last_line] in ended.sentence, ended.stderr
+    assert "rank      : 1" in ended.stderr.rsplit("Root Cause", 1)[1]
 
 
 def test_error_that_only_one_rank_meets(tmp_path, model, rows):
