@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import re
+import sys
 from typing import NoReturn
 
 import click
@@ -18,7 +19,7 @@ from engine.command import CommandOptions
 from engine.settings import DEFAULT_MAX_TOKENS
 from launch.environment import Environment
 from launch.errors import DoorbellError
-from launch.exits import describe_signal, end_process, leave, report
+from launch.exits import LastingStderr, describe_signal, end_process, leave, report
 from launch.signals import SignalNote, end_with_parent
 
 EPILOG = """\b
@@ -146,6 +147,7 @@ def command(**values: object) -> CommandOptions:
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Entry point of every rank. Ends the process with a documented exit code."""
+    sys.stderr = LastingStderr(sys.stderr)
     try:
         environment = Environment.read()
     except DoorbellError as error:

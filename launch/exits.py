@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from launch.environment import Environment
 from launch.errors import (
@@ -38,6 +38,35 @@ MEANINGS = {
 
 # torchrun polls its processes ten times a second and then ends the others: rank 0 has this long to say what happened.
 WAIT_FOR_SPEAKER_S = 5.0
+
+
+class LastingStderr:
+    """Standard error that outlives its reader: `2>&1 | head` must not end a run whose rows go to a file."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            _point_to_null(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            _point_to_null(self._stream)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
+def _point_to_null(stream: TextIO) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def report(code: int, environment: Environment, message: str | None = None, is_speaker: bool | None = None) -> None:

@@ -157,6 +157,7 @@ def test_full_disk_and_resume(forks, model, many_rows, small_disk):
     command = ["--model", model, "--quiet", "--max-tokens", 4, "--seed", 1, "--ignore-eos", "--limit", 600]
     command += ["--input", many_rows, "--output", output]
     check_output_failed(forks.start(command).wait(), "No space left", str(output))
+    assert sorted(path.name for path in small_disk.iterdir()) == ["out.jsonl", "out.jsonl.meta.json"]
     written = read_rows(output)
     assert 50 < len(written) < 600
     subprocess.run(["mount", "-o", "remount,size=1m", small_disk], check=True)
@@ -185,6 +186,7 @@ def test_output_that_vanishes(tmp_path, forks, model, many_rows, change):
     check_output_failed(ended, str(output), "No such file" if change == "folder removed" else "replaced")
     if change == "file replaced":
         assert output.read_text() == "mine\n"
+        assert side_record(output)["exit"]["code"] == 6
 
 
 def test_folder_that_does_not_exist(tmp_path, forks, model, many_rows):

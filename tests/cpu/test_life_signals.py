@@ -198,6 +198,22 @@ def test_head_ends_quietly(tmp_path, model, rows):
     assert "exit code" not in stderr
 
 
+def test_standard_error_may_lose_its_reader(tmp_path, model, rows):
+    """As with `2> >(head -1)`: the rows go to a file, so nothing of the run is in vain."""
+    output = tmp_path / "out.jsonl"
+    command = [*arguments(model, rows, output), "--limit", 20]
+    with subprocess.Popen(
+        [sys.executable, "-m", "engine.generate", *map(str, command)], cwd=ROOT, stderr=subprocess.PIPE
+    ) as process:
+        killer = threading.Timer(60, process.kill)
+        killer.start()
+        process.stderr.close()
+        code = process.wait()
+        killer.cancel()
+    assert code == 0
+    assert len(read_rows(output)) == 20 and side_record(output)["exit"]["code"] == 0
+
+
 NOTE_PROGRAM = """
 import sys, time
 sys.path.insert(0, {root!r})
