@@ -47,7 +47,7 @@ lint: $(STAMP)  ## Check the style
 	$(BIN)/ruff check .
 
 bench-cpu: model  ## Decode and prefill against transformers on the default model, batch 1 and 8
-	$(BIN)/python -m engine.bench_cpu --model $(MODEL) --record results/cpu.jsonl
+	$(BIN)/python -m engine.bench.cpu --model $(MODEL) --record results/cpu.jsonl
 
 clean:  ## Remove .venv, the model and caches
 	rm -rf $(VENV) models .pytest_cache .hypothesis .ruff_cache build *.egg-info

@@ -34,7 +34,8 @@ class ProcessGroup:
         self._is_default = not dist.is_initialized()
         with _start_up_errors("the ranks could not connect to each other"):
             if self._is_default:
-                dist.init_process_group("gloo", rank=world.rank, world_size=world.size, timeout=timeout)
+                store = _fresh_store(world, timeout)
+                dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout)
             self._group = dist.group.WORLD if self._is_default else dist.new_group(backend="gloo", timeout=timeout)
 
     def exchange(self, value: Any) -> list[Any]:
@@ -69,6 +70,16 @@ class ProcessGroup:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+
+def _fresh_store(world: World, timeout: timedelta) -> dist.Store:
+    """torchrun's store under a prefix of its own for each world that these processes open, one after the other.
+
+    Gloo leaves its addresses in the store; a second world under the same keys would call at the doors of the first.
+    """
+    store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+    number = store.add(f"doorbell/opened-by-{world.rank}", 1)  # all ranks open all worlds, so they count alike
+    return dist.PrefixStore(f"doorbell/world-{number}", store)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -10,32 +11,57 @@ from comm.communicator import Communicator
 from launch.errors import PeerLost
 
 _SPECIAL = (-0.0, 0.0, math.nan, math.inf, -math.inf)
+_INTS = list(range(-5, 20_000))
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What a communicator made of the samples."""
+
+    sums: list[torch.Tensor]
+    gathered: torch.Tensor | None
+    ints: list[int]
 
 
 def self_test(candidate: Communicator, reference: Communicator, max_bytes: int) -> str | None:
     """Compare every collective of `candidate` with `reference`; None, or one clause that says what differs here.
 
     *Collective*: all ranks, which then must agree on a verdict. Sizes go from one element, by odd ones, to a little
-    over `max_bytes`; values are random, and every kind of zero, infinity and NaN.
+    over `max_bytes`; values are random, and every kind of zero, infinity and NaN. Each communicator does all its work
+    before the other starts and whatever it finds, so that no fault on one rank leaves another waiting in the wrong
+    place.
     """
-    rank, size = candidate.rank, candidate.size
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(candidate.rank)
+    samples = [
+        _sample(num_elements, dtype, generator)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for num_elements in (1, 7, 1025, max_bytes // dtype.itemsize + 3)
+    ]
+    fault, results = None, None
     try:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for num_elements in (1, 7, 1025, max_bytes // dtype.itemsize + 3):
-                x = _sample(num_elements, dtype, generator)
-                if not _same_bits(candidate.all_reduce(x.clone()), reference.all_reduce(x.clone())):
-                    return f"its sum of {num_elements} {str(dtype).removeprefix('torch.')} values is wrong"
-        x = torch.arange(3 * 1001, dtype=torch.float32).view(3, 1001) + rank
-        gathered = candidate.gather(x)
-        if rank == 0 and not torch.equal(gathered, torch.cat([x + peer for peer in range(size)], dim=-1)):
-            return "its gather is wrong"
-        numbers = list(range(-5, 20_000))
-        if candidate.broadcast_ints(numbers if rank == 0 else None) != numbers:
-            return "its broadcast is wrong"
-        candidate.barrier()
+        results = _run(candidate, samples)
     except PeerLost as error:
-        return str(error)
+        fault = str(error)
+    expected = _run(reference, samples)
+    return fault if results is None else _difference(results, expected)
+
+
+def _run(communicator: Communicator, samples: list[torch.Tensor]) -> _Results:
+    sums = [communicator.all_reduce(x.clone()) for x in samples]
+    gathered = communicator.gather(torch.arange(3 * 1001, dtype=torch.float32).view(3, 1001) + communicator.rank)
+    ints = communicator.broadcast_ints(_INTS if communicator.rank == 0 else None)
+    communicator.barrier()
+    return _Results(sums, gathered, ints)
+
+
+def _difference(results: _Results, expected: _Results) -> str | None:
+    for ours, theirs in zip(results.sums, expected.sums):
+        if not _same_bits(ours, theirs):
+            return f"its sum of {ours.numel()} {str(ours.dtype).removeprefix('torch.')} values is wrong"
+    if expected.gathered is not None and not torch.equal(results.gathered, expected.gathered):
+        return "its gather is wrong"
+    if results.ints != expected.ints:
+        return "its broadcast is wrong"
     return None
 
 

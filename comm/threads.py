@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from comm.communicator import Communicator
+from comm.operand import check_operand, sum_in_rank_order
 
 
 class ThreadGroup:
@@ -47,11 +48,9 @@ class ThreadCommunicator(Communicator):
         self.group, self.rank, self.size = group, rank, group.size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        check_operand(x)
         parts = self.group.exchange(self.rank, x.detach().clone())
-        total = parts[0].float()
-        for part in parts[1:]:
-            total = total + part.float()
-        x.copy_(total)
+        sum_in_rank_order(parts, out=x.detach())
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:

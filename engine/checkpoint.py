@@ -140,10 +140,12 @@ class Checkpoint:
                     f"{info.path}: the tensor {name} has the dtype {info.dtype}; supported are "
                     f"{', '.join(FLOAT_DTYPES)}, so quantised weights must be exported unquantised"
                 )
-            if name in expected and info.shape != expected[name]:
+        for name, shape in expected.items():
+            info = self.tensors[name]
+            if info.shape != shape:
                 raise ModelError(
                     f"{info.path}: the tensor {name} has the shape {list(info.shape)}, but config.json asks for "
-                    f"{list(expected[name])}"
+                    f"{list(shape)}"
                 )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.config_fields import ConfigFields, shown
 from engine.families import FAMILIES, Family
-from engine.rope import RopeConfig, extended_positions, parse_rope
+from engine.rope import RopeConfig, extended_positions, has_rope_theta, parse_rope
 from launch.errors import ModelError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -125,6 +125,8 @@ def parse_config(data: dict[str, Any], where: str) -> ModelConfig:
     rope = parse_rope(fields, family.implied_rope_theta)
     eos, notes = _token_ids(fields, "eos_token_id", vocab)
     bos, _ = _token_ids(fields, "bos_token_id", vocab)
+    if not has_rope_theta(fields):
+        notes += (f"config.json names no rope_theta; {rope.theta:g} is used, as early {family.name} models imply",)
     return ModelConfig(
         family=family.name,
         num_layers=layers,

@@ -19,6 +19,7 @@ from engine.shard_plan import ShardPlan
 from engine.step_batch import StepBatch
 from engine.weights import LayerWeights, ModelWeights
 from kernels.kv_write import kv_write
+from kernels.linear import linear
 from kernels.paged_attention import RowPlan, paged_attention, plan_row
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary_table, rotate
@@ -36,11 +37,15 @@ class StepPlan:
 
 
 class EagerStep:
-    """Runs steps of one model on one rank. Holds no state between steps but the KV cache it is given."""
+    """Runs steps of one model on one rank. Holds no state between steps but the KV cache it is given.
+
+    Takes the weights over: on a CPU it packs their matrices in place.
+    """
 
     def __init__(self, config: ModelConfig, plan: ShardPlan, weights: ModelWeights, comm: Communicator, kv: KvCache):
         self.config, self.plan, self.weights, self.comm, self.kv = config, plan, weights, comm, kv
         self.dtype, self.device = weights.embedding.dtype, weights.embedding.device
+        weights.pack()
         self._inv_freq = inverse_frequencies(config.rope, config.head_dim).to(self.device)
 
     @torch.inference_mode()
@@ -81,7 +86,7 @@ class EagerStep:
 
     def _attention(self, layer_idx: int, layer: LayerWeights, step: StepPlan, x: torch.Tensor) -> torch.Tensor:
         num_q, num_kv, head_dim = self.plan.local_q_heads, self.plan.local_kv_heads, self.config.head_dim
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(-1, num_q + 2 * num_kv, head_dim)
+        qkv = linear(x, layer.qkv, layer.qkv_bias).view(-1, num_q + 2 * num_kv, head_dim)
         qk, v = qkv[:, : num_q + num_kv], qkv[:, num_q + num_kv :]
         if layer.q_norm is not None:
             eps = self.config.rms_norm_eps
@@ -91,14 +96,14 @@ class EagerStep:
         kv_write(keys, values, step.slots, qk[:, num_q:], v)
         heads = torch.empty(x.shape[0], num_q, head_dim, dtype=self.dtype, device=self.device)
         paged_attention(qk[:, :num_q], keys, values, step.rows[self.config.windows[layer_idx]], heads)
-        return self.comm.all_reduce(F.linear(heads.flatten(1), layer.o, layer.o_bias))
+        return self.comm.all_reduce(linear(heads.flatten(1), layer.o, layer.o_bias))
 
     def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-        hidden = silu_mul(F.linear(x, layer.gate_up, layer.gate_up_bias))
-        return self.comm.all_reduce(F.linear(hidden, layer.down, layer.down_bias))
+        hidden = silu_mul(linear(x, layer.gate_up, layer.gate_up_bias))
+        return self.comm.all_reduce(linear(hidden, layer.down, layer.down_bias))
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         x = rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps)
-        logits = F.linear(x, self.weights.head).float()
+        logits = linear(x, self.weights.head).float()
         logits[:, self.plan.num_vocab_rows :] = float("-inf")
         return logits

@@ -57,8 +57,7 @@ def draw_blueprint(settings: EngineSettings, world: World) -> Blueprint:
             f"--max-model-len {max_model_len} is past the model's limit of {config.max_positions} positions; "
             "a longer context needs a rope scaling entry (such as yarn) in the model's config.json"
         )
-    if checkpoint is not None:
-        notes += tuple(checkpoint.notes)
+    notes += config.notes + (() if checkpoint is None else tuple(checkpoint.notes))
     return Blueprint(settings, config, plan, checkpoint, device, dtype, max_model_len, notes)
 
 

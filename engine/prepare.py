@@ -77,6 +77,9 @@ class RowPreparer:
             row_key=row.index if params.seed is None else None,
             stop_ids=eos_ids | frozenset(params.stop_token_ids) | frozenset(special_ids),
             stop_strings=tuple(stop_strings),
+            kept_stops={self.text.token_id(stop): stop for stop in params.stop if stop not in stop_strings}
+            if params.include_stop_str
+            else {},
         )
 
 

@@ -16,8 +16,9 @@ class Request:
     """One row to answer.
 
     `row_key`: what, beside the seed, the row's random stream depends on; None if the row brought its own seed. `seed` is always
-    set. `stop_ids`: every id that ends the row. `on_text` gets new text of sample 0 as it becomes final; `on_done` gets the
-    completions of all `params.n` samples, once.
+    set. `stop_ids`: every id that ends the row; `kept_stops`: those that the user named as stop strings and wants kept in the
+    text. `on_text` gets new text of sample 0 as it becomes final; `on_done` gets the completions of all `params.n` samples,
+    once.
     """
 
     prompt_ids: list[int]
@@ -26,6 +27,7 @@ class Request:
     stop_ids: frozenset[int]
     stop_strings: tuple[str, ...]
     row_key: object = None
+    kept_stops: dict[int, str] = field(default_factory=dict)
     on_text: Callable[[str], None] | None = None
     on_done: Callable[[list[Completion]], None] | None = None
     completions: dict[int, Completion] = field(default_factory=dict)
@@ -57,7 +59,8 @@ class Sample:
         self.state.record(token_id)
         may_stop = len(self.token_ids) >= params.min_tokens
         if may_stop and token_id in self.request.stop_ids:
-            return self._complete("stop", token_id)
+            kept = self.request.kept_stops.get(token_id)
+            return self._complete("stop", token_id, kept_stop=kept or "")
         text = self._detokenizer.push(token_id)
         if may_stop:
             text, matched = self._stops.push(text)
@@ -79,12 +82,14 @@ class Sample:
             if self.request.on_text is not None and self.sample_idx == 0:
                 self.request.on_text(text)
 
-    def _complete(self, finish_reason: str, stop_reason: str | int | None, is_text_final: bool = False) -> Completion:
+    def _complete(
+        self, finish_reason: str, stop_reason: str | int | None, is_text_final: bool = False, kept_stop: str = ""
+    ) -> Completion:
         if not is_text_final:
             text, matched = self._stops.push(self._detokenizer.flush())
             self._emit(text)
             if matched is None:
-                self._emit(self._stops.flush())
+                self._emit(self._stops.flush() + kept_stop)
             elif finish_reason == "length":
                 finish_reason, stop_reason = "stop", matched
         params = self.request.params

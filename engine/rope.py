@@ -101,11 +101,21 @@ def _normalised(block: Mapping[str, Any]) -> dict[str, Any]:
     return items
 
 
-def _theta(fields: ConfigFields, scaling: ConfigFields, implied: float | None) -> float:
-    """The one rope base of the config. Two places that disagree are an error."""
+def has_rope_theta(fields: ConfigFields) -> bool:
+    """Whether the config names its rope base, in any of the places where it may stand."""
+    return any(place.has("rope_theta") for place in _theta_places(fields, _scaling(fields)))
+
+
+def _theta_places(fields: ConfigFields, scaling: ConfigFields) -> list[ConfigFields]:
     places = [fields, scaling]
     if isinstance(fields.data.get("rope_parameters"), Mapping):
         places.append(ConfigFields(fields.data["rope_parameters"], f"{fields.where}: 'rope_parameters'"))
+    return places
+
+
+def _theta(fields: ConfigFields, scaling: ConfigFields, implied: float | None) -> float:
+    """The one rope base of the config. Two places that disagree are an error."""
+    places = _theta_places(fields, scaling)
     found = {place.number("rope_theta", low=1.0, high=1e12) for place in places if place.has("rope_theta")}
     if len(found) > 1:
         fields.fail(f"'rope_theta' is given twice with different values ({', '.join(f'{v:g}' for v in sorted(found))})")

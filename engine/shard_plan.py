@@ -1,7 +1,7 @@
 """What each rank of a tensor-parallel world holds. Pure arithmetic: no tensors, no files, no communication.
 
-Query heads stay with their KV head. The query heads of one KV head are cut into `r` sub-groups of `q_per_unit`
-heads; a sub-group with a copy of its KV head is a *unit*, and units are dealt in order, as evenly as possible,
+Query heads stay with their KV head. The query heads of one KV head are cut into sub-groups of nearly equal
+size; a sub-group with a copy of its KV head is a *unit*, and units are dealt in order, as evenly as possible,
 to the ranks. So one rule covers KV heads split over ranks, KV heads replicated on ranks, and head counts that
 divide by nothing. What is missing to equal shapes is padding: zero query heads, zero KV heads, zero MLP
 columns, masked vocabulary rows. None of it changes the result.
@@ -52,8 +52,8 @@ class ShardPlan:
                 f"{config.full_kv_heads} KV heads, so a rank would hold nothing but padding; "
                 f"the largest degree that works is {config.full_heads}"
             )
-        q_per_unit = _best_q_per_unit(config.group, config.full_kv_heads, size)
-        q_heads, kv_heads = _deal_units(config.group, config.full_kv_heads, q_per_unit, size, rank)
+        cuts = _best_cuts(config.group, config.full_kv_heads, size)
+        q_heads, kv_heads = _deal_units(config.group, config.full_kv_heads, cuts, size, rank)
         local_mlp = _ceil_div(_ceil_div(config.intermediate_size, size), align) * align
         local_vocab = _ceil_div(config.full_vocab, size)
         vocab_begin = min(rank * local_vocab, config.full_vocab)
@@ -65,7 +65,7 @@ class ShardPlan:
             full_mlp=config.intermediate_size,
             full_vocab=config.full_vocab,
             head_dim=config.head_dim,
-            q_per_unit=q_per_unit,
+            q_per_unit=_ceil_div(config.group, cuts),
             q_heads=q_heads,
             kv_heads=kv_heads,
             local_mlp=local_mlp,
@@ -130,43 +130,35 @@ class ShardPlan:
         )
 
 
-def _best_q_per_unit(group: int, kv_heads: int, size: int) -> int:
-    """The unit size with the smallest attention weights per rank, each rank holding at least one unit.
+def _best_cuts(group: int, kv_heads: int, size: int) -> int:
+    """Into how many sub-groups to cut the query heads of a KV head, so that a rank's attention weights are fewest.
 
-    q and o cost one matrix side a query head each, k and v one a KV head each: 2 * local_q + 2 * local_kv. Ties
-    go to fewer KV heads, because those also cost cache.
+    q and o cost one matrix side a query head each, k and v one a KV head each: 2 * local_q + 2 * local_kv.
+    Every rank must get a unit. Ties go to fewer KV heads, because those also cost cache.
     """
-    best: tuple[int, int, int] | None = None
-    for cuts in range(1, group + 1):
-        q_per_unit = _ceil_div(group, cuts)
-        units = kv_heads * _ceil_div(group, q_per_unit)  # rounding up may leave sub-groups empty
-        if units < size:
-            continue
-        local_kv = _ceil_div(units, size)
-        candidate = (2 * local_kv * q_per_unit + 2 * local_kv, local_kv, q_per_unit)
-        best = min(best, candidate) if best else candidate
-    if best is None:
-        raise ModelError(f"{size} ranks are too many for {kv_heads * group} query heads")
-    return best[2]
+
+    def cost(cuts: int) -> tuple[int, int]:
+        local_kv = _ceil_div(kv_heads * cuts, size)
+        return 2 * local_kv * _ceil_div(group, cuts) + 2 * local_kv, local_kv
+
+    return min((cuts for cuts in range(1, group + 1) if kv_heads * cuts >= size), key=cost)
 
 
 def _deal_units(
-    group: int, kv_heads: int, q_per_unit: int, size: int, rank: int
+    group: int, kv_heads: int, cuts: int, size: int, rank: int
 ) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """Full query heads and full KV heads of a rank's units, padding units last."""
-    cuts = _ceil_div(group, q_per_unit)
-    units = kv_heads * cuts
-    begin, end = _even_share(units, size, rank)
-    q_full: list[int | None] = []
-    kv_full: list[int | None] = []
-    for slot in range(_ceil_div(units, size)):
-        unit = begin + slot
-        is_real = unit < end
-        kv_full.append(unit // cuts if is_real else None)
-        for j in range(q_per_unit):
-            within = (unit % cuts) * q_per_unit + j
-            q_full.append((unit // cuts) * group + within if is_real and within < group else None)
-    return tuple(q_full), tuple(kv_full)
+    """Full query heads and full KV heads of a rank's units, padding last within a unit and within the rank."""
+    q_per_unit = _ceil_div(group, cuts)
+    begin, end = _even_share(kv_heads * cuts, size, rank)
+    q_heads: list[int | None] = []
+    kv_heads_held: list[int | None] = []
+    for unit in range(begin, begin + _ceil_div(kv_heads * cuts, size)):
+        kv_head, cut = divmod(unit, cuts)
+        first, last = _even_share(group, cuts, cut) if unit < end else (0, 0)
+        real = [kv_head * group + head for head in range(first, last)]
+        q_heads += real + [None] * (q_per_unit - len(real))
+        kv_heads_held.append(kv_head if unit < end else None)
+    return tuple(q_heads), tuple(kv_heads_held)
 
 
 def _ceil_div(a: int, b: int) -> int:

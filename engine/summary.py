@@ -37,7 +37,8 @@ def summary_lines(
         "all-reduce": f"{comm.name} ({comm.reason})",
     }
     lines = [f"  {name:<16}{value}" for name, value in facts.items()]
-    notes = [*blueprint.notes, *frontend.defaults.notes]
+    warnings = blueprint.checkpoint.warnings if blueprint.checkpoint is not None else []
+    notes = [*warnings, *blueprint.notes, *frontend.defaults.notes]
     return ["doorbell:", *lines, *(f"  note: {note}" for note in notes)]
 
 

@@ -15,7 +15,9 @@ from engine.checkpoint import Checkpoint, layer_tensor_name, model_rules
 from engine.config import ModelConfig
 from engine.families import TensorRule
 from engine.shard_plan import ShardPlan
+from kernels.linear import pack_linear
 
+MATRICES = ("qkv", "o", "gate_up", "down")
 Progress = Callable[[int, int], None]
 DUMMY_STD = 0.02  # the initializer range of Qwen2; keeps activations and logits finite at any depth
 
@@ -59,7 +61,18 @@ class ModelWeights:
         tensors = [self.embedding, self.final_norm, self.head]
         for layer in self.layers:
             tensors += [t for t in (getattr(layer, f.name) for f in fields(layer)) if t is not None]
-        return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
+        return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
+
+    def pack(self) -> None:
+        """Repack the matrices for speed where that helps (`kernels/linear.py`), one at a time, dropping the plain ones.
+
+        Idempotent. *Cost*: no memory but one matrix, and the head a second time where it is tied, because the
+        embedding is looked up by rows and stays plain.
+        """
+        for layer in self.layers:
+            for name in MATRICES:
+                setattr(layer, name, pack_linear(getattr(layer, name)))
+        self.head = pack_linear(self.head)
 
 
 def load_weights(

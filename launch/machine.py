@@ -30,3 +30,12 @@ def _read_int(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def cpu_name() -> str:
+    """The processor's own name, as the kernel tells it."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Processor"):
+            return value.strip()
+    return "unknown CPU"

@@ -6,8 +6,9 @@ import random
 
 import pytest
 import torch
-from engine_harness import answer, request
-from tiny import make_model, save_model
+
+from tests.cpu.engine_harness import answer, request
+from tests.cpu.tiny import make_model, save_model
 
 SIZES = (1, 2, 3, 4, 8)
 FAMILIES = ("qwen2", "llama", "qwen3")
@@ -91,7 +92,8 @@ def test_preemption_changes_nothing(qwen2, size):
 
 
 def sampled(folder, texts, keep=None, size=1, **settings):
-    requests = [request(t, row_key=i, temperature=1.0, top_p=0.95, repetition_penalty=1.1, max_tokens=20) for i, t in enumerate(texts)]
+    options = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1, "max_tokens": 20}
+    requests = [request(text, row_key=index, **options) for index, text in enumerate(texts)]
     requests = requests if keep is None else [requests[i] for i in keep]
     return answer(folder, requests, size, **settings).token_ids
 

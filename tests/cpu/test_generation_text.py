@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_harness import answer_scripted, request
-from tiny_tokenizer import build_tiny_tokenizer
 
 from engine.text import Text
+from tests.cpu.engine_harness import answer_scripted, request
+from tests.cpu.tiny_tokenizer import build_tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,13 @@ def test_min_tokens_above_max_tokens_is_refused_also_against_the_defaults():
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("temprature", "temperature"), ("max_token", "max_tokens"), ("topP", "top_p"), ("Seed", "seed"), ("stops", "stop")],
+    [
+        ("temprature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("topP", "top_p"),
+        ("Seed", "seed"),
+        ("stops", "stop"),
+    ],
 )
 def test_unknown_option_names_the_one_meant(name, meant):
     error = refused({name: 1})

@@ -22,7 +22,7 @@ LLAMA3 = {
 
 
 def make_model(family: str = "qwen2", seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random fp32 model: 2 layers, 8 query and 2 KV heads of dimension 16, vocabulary 131, no trivial bias or norm."""
+    """A random fp32 model: 2 layers, 8 query and 2 KV heads of dimension 16, vocabulary 131, no trivial bias."""
     options: dict[str, Any] = {
         "vocab_size": 131,
         "hidden_size": 64,

@@ -1,0 +1,1 @@
+"""The protocols as state machines small enough to try every interleaving of."""

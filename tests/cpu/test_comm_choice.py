@@ -1,0 +1,131 @@
+"""Which communicator a world gets, and what it is told about it."""
+
+import pytest
+import torch
+
+from comm import choice
+from comm.choice import connect
+from comm.gloo import GlooCommunicator
+from comm.one_shot import OneShotCommunicator
+from comm.self_test import self_test
+from launch.environment import Environment
+from launch.errors import HeapExhausted, PeerTimeout, UsageError
+from launch.world import World
+from tests.ranks_harness import RankFailed, run_ranks
+
+
+def world_here():
+    return World.from_environment(Environment.read())
+
+
+def test_a_world_of_one_needs_nothing():
+    communicator = connect(World())
+    assert (communicator.name, communicator.size, communicator.watch) == ("none", 1, None)
+
+
+def test_unknown_names_are_refused_before_any_connection():
+    with pytest.raises(UsageError, match="'nvlink' is not known; choose auto, one_shot or gloo"):
+        connect(World(rank=0, size=2, local_size=2), "nvlink")
+
+
+def connect_and_sum(rank, size, requested, max_bytes):
+    communicator = connect(world_here(), requested, max_bytes)
+    total = communicator.all_reduce(torch.ones(10)).sum().item()
+    communicator.close()
+    return communicator.name, communicator.reason, total
+
+
+def test_auto_takes_the_heap():
+    assert run_ranks(2, connect_and_sum, "auto", 4096) == [("one_shot", "ranks share memory", 20.0)] * 2
+
+
+def test_auto_falls_back_to_gloo_and_says_why():
+    for name, reason, total in run_ranks(2, connect_and_sum, "auto", 1 << 50):
+        assert (name, total) == ("gloo", 20.0)
+        assert reason.startswith("not one_shot: shared memory in /dev/shm is too small") and "--shm-size" in reason
+        assert "\n" not in reason
+
+
+def expect_exhausted(rank, size):
+    with pytest.raises(HeapExhausted, match="--shm-size"):
+        connect(world_here(), "one_shot", 1 << 50)
+
+
+def test_what_was_asked_for_by_name_is_not_replaced():
+    run_ranks(2, expect_exhausted)
+
+
+def break_rank_1_and_connect(rank, size):
+    if rank == 1:
+
+        class Wrong(OneShotCommunicator):
+            def all_reduce(self, x):
+                return super().all_reduce(x).nan_to_num_(1.0)
+
+        choice.OneShotCommunicator = Wrong
+    return connect_and_sum(rank, size, "auto", 4096)
+
+
+def test_a_path_that_fails_its_self_test_on_one_rank_is_left_by_all():
+    for name, reason, _ in run_ranks(3, break_rank_1_and_connect):
+        assert name == "gloo"
+        assert "its self-test failed on rank 1: its sum of" in reason
+
+
+class WrongSum(GlooCommunicator):
+    def all_reduce(self, x):
+        return super().all_reduce(x).mul_(1.0 if x.numel() < 1025 else 1.001)
+
+
+class SumFromZero(GlooCommunicator):
+    """Loses the sign of -0.0, which only a comparison of bits sees."""
+
+    def all_reduce(self, x):
+        return super().all_reduce(x).add_(0.0)
+
+
+class WrongGather(GlooCommunicator):
+    def gather(self, x):
+        gathered = super().gather(x)
+        return None if gathered is None else gathered.flip(-1)
+
+
+class WrongBroadcast(GlooCommunicator):
+    def broadcast_ints(self, values):
+        return super().broadcast_ints(values)[:-1]
+
+
+class Stuck(GlooCommunicator):
+    def barrier(self):
+        raise PeerTimeout(1, "rank 1 did not arrive at barrier number 1")
+
+
+def verdicts_on_wrong_communicators(rank, size):
+    right = connect(world_here(), "gloo")
+    wrong_ones = (GlooCommunicator, WrongSum, SumFromZero, WrongGather, WrongBroadcast, Stuck)
+    return [self_test(wrong(right._group, ""), right, 4096) for wrong in wrong_ones]
+
+
+def test_self_test_finds_each_kind_of_fault():
+    first, second = run_ranks(2, verdicts_on_wrong_communicators)
+    assert first == [
+        None,
+        "its sum of 1025 float32 values is wrong",
+        "its sum of 1 float32 values is wrong",
+        "its gather is wrong",
+        "its broadcast is wrong",
+        "rank 1 did not arrive at barrier number 1",
+    ]
+    assert second == [None, *first[1:3], None, *first[4:]]  # only rank 0 sees what was gathered
+
+
+def lose_rank_1_before_it_connects(rank, size):
+    if rank == 1:
+        raise SystemExit(7)
+    connect(world_here())
+
+
+def test_a_rank_that_never_comes_does_not_hang_the_harness():
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(2, lose_rank_1_before_it_connects)
+    assert caught.value.rank == 1
