@@ -136,3 +136,11 @@ def test_dry_run_prints_each_row_once(tmp_path, model, rows):
     ended = run(tmp_path, ["--model", model, "--input", rows, "--limit", 3, "--dry-run"], ranks=2)
     assert ended.code == 0, ended.stderr
     assert [strict_json(line)["index"] for line in ended.stdout.splitlines()] == [0, 1, 2]
+
+
+def test_full_disk_ends_all_ranks(tmp_path, model, rows):
+    started = time.monotonic()
+    ended = run(tmp_path, ["--model", model, "--input", rows, "--output", "/dev/full", "--max-tokens", 4], ranks=2)
+    assert time.monotonic() - started < 40 and ended.code == 1
+    assert [line for line in ended.said if "No space left" in line] == [ended.sentence], ended.stderr
+    assert ended.last_line == "doorbell: exit code 6 (output not written)"
