@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from launch.world import World
 
 from comm.communicator import Communicator
 from engine.checkpoint import Checkpoint
@@ -23,6 +22,7 @@ from engine.shapes import named_config
 from engine.shard_plan import ShardPlan
 from engine.weights import dummy_weights, load_weights
 from launch.errors import ModelError, UsageError
+from launch.world import World
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 4096}

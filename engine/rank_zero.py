@@ -126,7 +126,7 @@ class RankZero:
             params,
             prompt_field=options.prompt_field,
             system=options.system,
-            default_model=options.model,
+            default_model=Path(options.model).name,
             limit=options.limit,
         )
 
@@ -196,7 +196,7 @@ class RankZero:
         if self.options.is_single_prompt and not self.options.is_openai:
             is_stream = os.isatty(1) if self.options.is_stream is None else self.options.is_stream
             return TextSink(self.writer, is_stream)
-        return RowSink(self.writer, self.options.model, self.options.is_openai, self.options.with_token_ids)
+        return RowSink(self.writer, Path(self.options.model).name, self.options.is_openai, self.options.with_token_ids)
 
     def exit_code(self) -> int:
         is_failure = self.job.counts.failed and not self.options.allow_failed_rows

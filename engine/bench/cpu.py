@@ -1,8 +1,8 @@
 """Doorbell against transformers `generate` on a CPU: one process, the same threads, the same model, fp32, greedy, in one run.
 
 Prefill and decode are kept apart. transformers' prefill is timed as a call that makes one token; its decode is what the whole
-call takes beyond that. Both sides are timed in turn, several times, and compared by medians: on a machine with neighbours the seconds
-wander, their ratio in one run does not.
+call takes beyond that. Both sides are timed in turn, several times, and compared by medians: on a machine with neighbours the
+seconds wander, their ratio in one run does not.
 
 Batch 8 is what a batch user has: rows of mixed prompt and answer lengths, more of them than fit at once. transformers pads each
 batch of 8 to its longest prompt and computes until its longest answer ends; only the tokens that were asked for are counted, on
