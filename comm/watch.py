@@ -82,8 +82,8 @@ class PeerWatch:
 
     @property
     def is_reporter(self) -> bool:
-        """Whether this rank is the lowest one that still runs, and so the one to speak."""
-        return not any(peer.rank < self.rank and self._is_running(peer) for peer in self._peers)
+        """Whether no lower rank can speak for all: each of them died or is stuck, and none had the time to say how it ends."""
+        return not any(peer.rank < self.rank and self._can_speak(peer) for peer in self._peers)
 
     def leave(self, exit_code: int = 0, message: str = "") -> None:
         """Say how this rank ends: in order (0), or with an error, to end the others too. The first call counts."""
@@ -154,8 +154,10 @@ class PeerWatch:
             return False
         return True
 
-    def _is_running(self, peer: _Peer) -> bool:
-        return not peer.is_stuck and not peer.process.is_dead() and self._board.read(peer.rank).phase < Phase.CLOSING
+    def _can_speak(self, peer: _Peer) -> bool:
+        # One that is leaving in order speaks, or has spoken and is gone: looking only for a living one would have two speak.
+        is_leaving = self._board.read(peer.rank).phase >= Phase.CLOSING
+        return is_leaving or not (peer.is_stuck or peer.process.is_dead())
 
     def _dead_peer(self) -> PeerLost | None:
         for peer in self._peers:

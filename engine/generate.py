@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import sys
+from typing import NoReturn
 
 import click
 
 from engine.command import CommandOptions
 from engine.settings import DEFAULT_MAX_TOKENS
 from launch.environment import Environment
-from launch.exits import leave
+from launch.errors import DoorbellError
+from launch.exits import LastingStderr, describe_signal, end_process, leave, report
+from launch.signals import SignalNote, end_with_parent
 
 EPILOG = """\b
 Exit codes: 0 all rows answered, 2 usage, 3 model or configuration, 4 some rows failed, 5 a peer was lost,
@@ -39,6 +43,18 @@ class ByteSize(click.ParamType):
         if match is None:
             self.fail(f"{value!r} is not a size; write it like 512M or 2.5GiB", param, ctx)
         return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+class Utf8Text(click.ParamType):
+    """Text in UTF-8, whatever the locale says: with `LC_ALL=C`, Python takes the bytes of an argument for broken ASCII."""
+
+    name = "TEXT"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return os.fsencode(str(value)).decode("utf-8")
+        except UnicodeError:
+            self.fail(f"{value!r} is not text in UTF-8", param, ctx)
 
 
 class BiasPair(click.ParamType):
@@ -65,10 +81,10 @@ def option(*names: str, **settings: object):
 @option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto",
         help="dummy: random weights; MODEL may then be qwen2.5-0.5b to qwen2.5-72b.")
 # Input
-@option("--prompt", "prompts", multiple=True, metavar="TEXT", show_default=False, help="A prompt; may be repeated.")
+@option("--prompt", "prompts", type=Utf8Text(), multiple=True, show_default=False, help="A prompt; may be repeated.")
 @option("--input", "input_path", metavar="FILE", show_default=False, help="JSONL rows to answer; - reads standard input.")
-@option("--prompt-field", default="prompt", metavar="KEY", help="Key that holds the prompt in plain rows.")
-@option("--system", metavar="TEXT", show_default=False, help="System message for chats that have none.")
+@option("--prompt-field", type=Utf8Text(), default="prompt", metavar="KEY", help="Key that holds the prompt in plain rows.")
+@option("--system", type=Utf8Text(), show_default=False, help="System message for chats that have none.")
 @option("--chat/--raw", "is_chat", default=None, show_default="--chat for --prompt if the model has a template, --raw for rows",
         help="Whether plain prompts go through the chat template. Rows with messages always do.")
 @option("--limit", type=click.IntRange(1), metavar="N", show_default="all", help="Answer the first N rows only.")
@@ -84,7 +100,7 @@ def option(*names: str, **settings: object):
 @option("--presence-penalty", type=float, show_default="0", help="Over the answer only.")
 @option("--frequency-penalty", type=float, show_default="0", help="Over the answer only.")
 @option("--seed", type=int, show_default="random, stored", help="Each row's stream is keyed by this seed and its index.")
-@option("--stop", multiple=True, metavar="TEXT", show_default=False, help="Stop string; may be repeated.")
+@option("--stop", type=Utf8Text(), multiple=True, show_default=False, help="Stop string; may be repeated.")
 @option("--stop-token-id", "stop_token_ids", multiple=True, type=int, show_default=False, help="Stop id; may be repeated.")
 @option("--ignore-eos", is_flag=True, help="Do not stop at the model's end tokens.")
 @option("--include-stop-str", is_flag=True, help="Keep the matched stop string in the text.")
@@ -129,9 +145,25 @@ def command(**values: object) -> CommandOptions:
     return CommandOptions(**values)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of every rank. Leaves the process with a documented exit code."""
-    environment = Environment.read()
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Entry point of every rank. Ends the process with a documented exit code."""
+    sys.stderr = LastingStderr(sys.stderr)
+    try:
+        environment = Environment.read()
+    except DoorbellError as error:
+        leave(error.exit_code, Environment(), str(error))
+    options = _read_options(argv, environment)
+    note = SignalNote()
+    note.on_signal = note.on_force = lambda code: _leave_early(code, environment)
+    note.install()
+    if environment.is_torchrun:
+        end_with_parent()
+    from engine.run import run_command
+
+    end_process(run_command(options, environment, note))
+
+
+def _read_options(argv: list[str] | None, environment: Environment) -> CommandOptions:
     is_speaker = environment.rank == 0
     try:
         with contextlib.nullcontext() if is_speaker else contextlib.redirect_stdout(io.StringIO()):
@@ -142,9 +174,13 @@ def main(argv: list[str] | None = None) -> None:
         leave(2, environment, error.format_message() + " (see --help)")
     if not isinstance(options, CommandOptions):  # --help has been printed
         leave(0, environment)
-    from engine.run import run_command
+    return options
 
-    sys.exit(run_command(options, environment))
+
+def _leave_early(code: int, environment: Environment) -> NoReturn:
+    """A signal while the libraries are still being imported: there is nothing to save and no peer to tell."""
+    report(code, environment, describe_signal(code, environment, has_met=False))
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.completion import Completion
 from engine.prepare import RowPreparer
@@ -45,6 +45,11 @@ class Job:
         self._preparer, self._sink, self._progress, self._state, self._is_strict = preparer, sink, progress, state, is_strict
         self.counts = Counts(state.num_ok, state.num_failed, len(state.done))
         self._lock = threading.Lock()
+
+    def final_counts(self) -> Counts:
+        """Counts that agree with the output, once that is closed: a row that was being written is in both or in neither."""
+        with self._lock:
+            return replace(self.counts)
 
     def requests(self, rows: Iterator[Row | RowError]) -> Iterator[Request | None]:
         """A request for every row that can be answered, None for one that has been answered already."""

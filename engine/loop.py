@@ -19,6 +19,7 @@ from engine.request import Request
 from engine.scheduler import ScheduledRow
 from engine.step_message import GO_ON, StepMessage
 from launch.errors import EXIT_BUG, EXIT_OK, DoorbellError, PeerLost
+from launch.exits import MEANINGS
 
 # While rank 0 waits for input, the others wait for rank 0; a message this often tells them that it still lives.
 KEEP_ALIVE_S = 1.0
@@ -27,8 +28,8 @@ KEEP_ALIVE_S = 1.0
 class Interrupted(DoorbellError):
     """The user or the system asked the run to end. `exit_code` is 130 (SIGINT) or 143 (SIGTERM)."""
 
-    def __init__(self, exit_code: int):
-        super().__init__("interrupted" if exit_code == 130 else "terminated")
+    def __init__(self, exit_code: int, message: str | None = None):
+        super().__init__(message or MEANINGS[exit_code])
         self.exit_code = exit_code
 
 

@@ -23,7 +23,7 @@ from engine.progress import Progress
 from engine.refused import Refused
 from engine.replica import Replica
 from engine.resume import ResumeState, open_output
-from engine.row_count import count_rows
+from engine.row_count import count_rows, is_read_once
 from engine.rows import Row, RowError, read_rows
 from engine.side_file import RunIdentity, input_identity
 from engine.sinks import RowSink, Sink, TextSink
@@ -89,7 +89,7 @@ class RankZero:
         options, blueprint = self.options, self.blueprint
         if options.input_path is None:
             source: dict[str, object] = {"sha256": None, "prompts": list(options.prompts)}
-        elif options.input_path == "-":
+        elif is_read_once(options.input_path):
             source = {"sha256": None}
         else:
             source = input_identity(options.input_path)
@@ -213,7 +213,7 @@ class RankZero:
         if self.writer is not None:
             self.writer.close_at_boundary()
         if self.side is not None:
-            counts = self.job.counts if self.job is not None else Counts()
+            counts = self.job.final_counts() if self.job is not None else Counts()
             self.side.finish(counts=counts.as_record(), exit_code=code, reason=message or MEANINGS[code])
 
     def _print_end(self) -> None:

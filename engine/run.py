@@ -7,7 +7,6 @@ how, and one rank says why.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import traceback
@@ -22,44 +21,64 @@ from engine.loop import Interrupted, follow, lead
 from engine.rank_zero import RankZero
 from launch.devices import resolve_device
 from launch.environment import Environment
-from launch.errors import EXIT_BUG, EXIT_OK, DoorbellError, OutputError, PeerLost, UsageError
-from launch.exits import report, wait_for_speaker
+from launch.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_TERMINATED,
+    DoorbellError,
+    OutputError,
+    PeerFailed,
+    PeerLost,
+    UsageError,
+)
+from launch.exits import describe_signal, end_process, report, wait_for_speaker
 from launch.signals import SignalNote
 from launch.threads import ThreadChoice, choose_threads
 from launch.world import World
 
-FOLLOWER_GRACE_S = 5.0  # a follower that was asked to end waits this long for rank 0 to say so first
+# After a signal: how long a rank may take to end in order before it is ended. A follower leaves rank 0 the time to say so
+# first; a long step must not hold up a user who wants out, and finished rows are saved either way.
+FOLLOWER_PATIENCE_S = 5.0
+LEADER_PATIENCE_S = 8.0
+# One thread ends the process. Another that finds it at work gives it this long: it may wait for a pipe that nobody reads.
+ENDING_PATIENCE_S = 5.0
 
 
-def run_command(options: CommandOptions, environment: Environment) -> int:
-    """Run to the end and return the exit code; says on stderr how it ended."""
-    return RankRun(options, environment).run()
+def run_command(options: CommandOptions, environment: Environment, note: SignalNote) -> int:
+    """Run to the end and return the exit code; says on stderr how it ended. `note` is installed already."""
+    return RankRun(options, environment, note).run()
 
 
 class RankRun:
     """What must be let go of at the end, whoever ends it: the main thread, a signal, or the watch over the peers."""
 
-    def __init__(self, options: CommandOptions, environment: Environment):
-        self.options, self.environment = options, environment
-        self.note = SignalNote()
+    def __init__(self, options: CommandOptions, environment: Environment, note: SignalNote):
+        self.options, self.environment, self.note = options, environment, note
         self.comm: Communicator | None = None
         self.rank_zero: RankZero | None = None
         self._ending = threading.Lock()
-        self._is_over = False
 
     def run(self) -> int:
-        self.note.on_signal = _raise_interrupted
-        self.note.install()
+        self.note.on_force = self._on_force
+        self.note.on_signal = self._on_early_signal
         message: str | None = None
         try:
             code = self._execute()
         except DoorbellError as error:
             code, message = error.exit_code, str(error)
         except Exception as error:
-            code, message = EXIT_BUG, f"internal error on rank {self.environment.rank}: {type(error).__name__}: {error}"
-            traceback.print_exc()
+            code, message = EXIT_BUG, f"internal error: {type(error).__name__}: {error}"  # rank 0 puts "rank n" before it
+            self._print_traceback()
         self.note.on_signal = None
         return self._finish(code, message)
+
+    def _print_traceback(self) -> None:
+        """In one write, every line with the rank it is from: ranks share one terminal."""
+        tag = f"[rank {self.environment.rank}] " if self.environment.world_size > 1 else ""
+        lines = traceback.format_exc().splitlines()
+        sys.stderr.write("".join(f"{tag}{line}\n" for line in lines))
+        sys.stderr.flush()
 
     def _execute(self) -> int:
         options = self.options
@@ -85,10 +104,12 @@ class RankRun:
     def _generate(self, world: World, blueprint: Blueprint, threads: ThreadChoice) -> int:
         rank_zero = self.rank_zero
         replica = build_replica(blueprint, world, self.comm, rank_zero.load_progress() if rank_zero else None)
-        if rank_zero is None:
-            self.note.on_signal = self._leave_later
-            return follow(replica)
         self.note.on_signal = None
+        self.note.patience_s = FOLLOWER_PATIENCE_S if rank_zero is None else LEADER_PATIENCE_S
+        if self.note.exit_code is not None:  # what it raised was swallowed by a library
+            raise Interrupted(self.note.exit_code)
+        if rank_zero is None:
+            return follow(replica)
         rank_zero.begin(replica, self.comm, threads)
         lead(
             replica,
@@ -101,29 +122,64 @@ class RankRun:
         )
         return rank_zero.exit_code()
 
+    # -- signals and losses ------------------------------------------------------------------------------------------
+
     def _asked(self) -> int | None:
-        """A request to end, unless it is torchrun's way of telling us that a peer is gone."""
-        if self.note.exit_code is not None and self.comm is not None and self.comm.watch is not None:
-            lost = self.comm.watch.lost_peer()
-            if lost is not None:
-                raise lost
-        return self.note.exit_code
+        """A request to end, unless it is torchrun's way of telling us that a peer is gone. *Raises* `PeerLost` then."""
+        code = self.note.exit_code
+        watch = self.comm.watch if self.comm is not None else None
+        lost = watch.lost_peer() if code is not None and watch is not None else None
+        if lost is None:
+            return code
+        if isinstance(lost, PeerFailed) and lost.exit_code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+            return lost.exit_code  # the signal reached that rank too, or that rank alone
+        raise lost
+
+    def _on_early_signal(self, code: int) -> None:
+        """Before the loop no peer is in the middle of a step with us: leave from wherever the main thread is."""
+        raise self._interruption(self._asked() or code)
+
+    def _interruption(self, code: int) -> Interrupted:
+        return Interrupted(code, describe_signal(code, self.environment, has_met=self.comm is not None))
+
+    def _on_force(self, code: int) -> None:
+        """Runs in the thread of `SignalNote`: the main thread did not end in time, or the user pressed again."""
+        self._end_now(code, str(self._interruption(code)), is_speaker=self.environment.rank == 0)
+
+    def _on_lost(self, lost: PeerLost) -> None:
+        """Runs in the watch's thread: a peer is gone, and the main thread may be waiting for it for ever."""
+        self._end_now(lost.exit_code, str(lost), is_speaker=self.comm.watch.is_reporter)
+
+    def _end_now(self, code: int, message: str, is_speaker: bool) -> None:
+        if not self._ending.acquire(timeout=ENDING_PATIENCE_S):
+            end_process(code)
+        self._say_goodbye(code, message)
+        code, message = self._save(code, message)
+        report(code, self.environment, message, is_speaker)
+        end_process(code)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
 
     def _finish(self, code: int, message: str | None) -> int:
-        with self._ending:
-            if self.comm is not None and self.comm.watch is not None:
-                self.comm.watch.leave(code, message or "")
-            code, message = self._save(code, message)
-            if self.comm is not None:
-                self.comm.close()
-            is_speaker = self.environment.rank == 0
-            if not is_speaker and self.rank_zero is None and code == EXIT_BUG:
-                is_speaker = True  # nobody else knows what went wrong here
-            report(code, self.environment, message, is_speaker)
-            self._is_over = True
+        self._ending.acquire()  # never released: who has it ends the process
+        self._say_goodbye(code, message)
+        code, message = self._save(code, message)
+        report(code, self.environment, message if code != EXIT_OK else None, self._is_speaker())
+        if self.comm is not None:
+            self.comm.close()
         if code != EXIT_OK and self.environment.is_torchrun and self.environment.rank != 0:
             wait_for_speaker()
         return code
+
+    def _say_goodbye(self, code: int, message: str | None) -> None:
+        if self.comm is not None and self.comm.watch is not None:
+            self.comm.watch.leave(code, message or "")
+
+    def _is_speaker(self) -> bool:
+        """Rank 0, or the lowest rank that is left. A rank that never met the others speaks for itself."""
+        if self.environment.rank == 0:
+            return True
+        return self.comm is not None and self.comm.watch is not None and self.comm.watch.is_reporter
 
     def _save(self, code: int, message: str | None) -> tuple[int, str | None]:
         if self.rank_zero is None:
@@ -133,34 +189,6 @@ class RankRun:
         except OutputError as error:
             return (code, message) if code != EXIT_OK else (error.exit_code, str(error))
         return code, message
-
-    def _on_lost(self, lost: PeerLost) -> None:
-        """A peer is gone; the main thread may be waiting for it for ever. Runs in the watch's thread and ends the process."""
-        with self._ending:
-            if self._is_over:
-                return
-            self._save(lost.exit_code, str(lost))
-            watch = self.comm.watch if self.comm is not None else None
-            report(lost.exit_code, self.environment, str(lost), is_speaker=watch is None or watch.is_reporter)
-            sys.stderr.flush()
-            os._exit(lost.exit_code)
-
-    def _leave_later(self, code: int) -> None:
-        """A follower was signalled. Usually rank 0 was too, and its last message ends us in order; if not, leave alone."""
-
-        def leave() -> None:
-            if self.comm is not None and self.comm.watch is not None:
-                self.comm.watch.leave(code, f"rank {self.environment.rank} was asked to end")
-            os._exit(code)
-
-        timer = threading.Timer(FOLLOWER_GRACE_S, leave)
-        timer.daemon = True
-        timer.start()
-
-
-def _raise_interrupted(code: int) -> None:
-    raise Interrupted(code)
-
 
 def check_usage(options: CommandOptions, environment: Environment) -> None:
     """Options that contradict each other or the way the processes were started. *Raises* `UsageError`."""

@@ -5,6 +5,7 @@ Written whole and atomically, before the first row and at the end, so that it is
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -134,7 +135,7 @@ def input_identity(path: Path | str) -> dict[str, object]:
                 digest.update(piece)
                 num_bytes += len(piece)
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the input file {path}: {error}") from None
+        raise UsageError(f"cannot read the input file {path}: {getattr(error, 'strerror', None) or error}") from None
     return {"bytes": num_bytes, "sha256": digest.hexdigest()}
 
 
@@ -176,6 +177,8 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         replace_durably(temporary, path)
     except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError, ValueError):
+            temporary.unlink()  # on a full disk it would take the room that --resume needs
         raise OutputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
