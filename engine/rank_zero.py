@@ -78,8 +78,11 @@ class RankZero:
             engine_version=VERSION,
             command=_plain(asdict(options)),
             input_source=self._input_source(),
+            run_seed=self.run_seed,
             retry_failed=options.retry_failed,
         )
+        if self.side is not None:
+            self.run_seed = self.side.run_seed
 
     def _input_source(self) -> Path | int | None:
         path = self.options.input_path

@@ -100,6 +100,7 @@ def open_output(
     identity: RunIdentity,
     engine_version: str,
     command: Mapping[str, object],
+    run_seed: int,
     input_source: Path | int | None = None,
     retry_failed: bool = False,
 ) -> tuple[OutputWriter, SideFile | None, ResumeState]:
@@ -107,6 +108,7 @@ def open_output(
 
     The side file is None when the output is standard output, a pipe or a device: there is nothing to continue then.
 
+    `run_seed`: kept in the side file; a resumed run goes on with the one it finds there (`SideFile.run_seed`).
     `mode`: as for `OutputWriter`. With `resume`, the stored identity must equal `identity`; a missing or empty output
     starts anew. The side file is written before this returns, hence before the first row.
 
@@ -131,7 +133,7 @@ def open_output(
     writer = OutputWriter(output, mode=mode, input_source=input_source)
     try:
         if record is None:
-            side.start(identity, engine_version=engine_version, command=command)
+            side.start(identity, engine_version=engine_version, command=command, run_seed=run_seed)
         else:
             side.resume(record, engine_version=engine_version, command=command)
     except BaseException:

@@ -61,13 +61,19 @@ class SideFile:
             not isinstance(record, dict)
             or record.get("format") != FORMAT
             or not isinstance(record.get("identity"), dict)
+            or not isinstance(record.get("run_seed"), int)
         ):
             raise UsageError(
                 f"{self.path} is not a side file of this version of Doorbell; use --overwrite to start anew"
             )
         return record
 
-    def start(self, identity: RunIdentity, *, engine_version: str, command: Mapping[str, object]) -> None:
+    @property
+    def run_seed(self) -> int:
+        """Seed of the rows that bring none: drawn once, and kept by every part of a resumed run."""
+        return self._record["run_seed"]
+
+    def start(self, identity: RunIdentity, *, engine_version: str, command: Mapping[str, object], run_seed: int) -> None:
         """Write the beginning of a new run. `command`: everything as given, for people; it is not compared.
 
         *Raises*: OutputError.
@@ -79,6 +85,7 @@ class SideFile:
             "fingerprint": fingerprint(plain),
             "identity": plain,
             "command": dict(command),
+            "run_seed": run_seed,
             "started": _now(),
             "resumed": [],
             "finished": None,

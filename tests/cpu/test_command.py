@@ -296,6 +296,17 @@ def test_resume(answer, rows, half_done):
     assert side_record(half_done)["counts"] == {"rows": 5, "ok": 5, "failed": 0, "resumed": 2}
 
 
+def test_resume_goes_on_with_the_seed_that_was_drawn(answer, tmp_path):
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt": f"count to {number}"} for number in range(4)])
+    output = tmp_path / "out.jsonl"
+    command = ["--input", rows, "--output", output, "--temperature", 1, "--max-tokens", 6, "--ignore-eos"]
+    assert answer(*command).code == 0
+    whole = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(whole[:2]))
+    assert answer(*command, "--resume").code == 0
+    assert sorted(output.read_bytes().splitlines(keepends=True)) == sorted(whole)
+
+
 @pytest.mark.parametrize("change", ["temperature", "model", "input", "seed", "openai"])
 def test_resume_of_another_run(answer, rows, half_done, tmp_path, change):
     kept = half_done.read_bytes()

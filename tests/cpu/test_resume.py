@@ -48,7 +48,7 @@ def identity(**sampling: object) -> RunIdentity:
 
 
 def open_run(path: Path, mode: str, who: RunIdentity | None = None, **options: object):
-    return open_output(path, mode=mode, identity=who or identity(), engine_version="1", command={"tp": 2}, **options)
+    return open_output(path, mode=mode, identity=who or identity(), engine_version="1", command={"tp": 2}, run_seed=7, **options)
 
 
 def test_every_cut_in_the_last_two_lines_gives_one_row_per_index(tmp_path):
@@ -268,7 +268,7 @@ def test_streams_and_devices_have_no_side_file(place):
 def test_side_file_that_cannot_be_written_is_an_output_error(tmp_path):
     side = SideFile(tmp_path / "gone" / "out.jsonl")
     with pytest.raises(OutputError, match="meta.json"):
-        side.start(identity(), engine_version="1", command={})
+        side.start(identity(), engine_version="1", command={}, run_seed=7)
 
 
 def test_fingerprints(tmp_path):
