@@ -138,10 +138,12 @@ def compare(engine: Engine, model: torch.nn.Module, case: Case, repeats: int) ->
 @click.command()
 @click.option("--model", default="models/smollm2-135m", show_default=True, help="Model folder.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Timed turns a case.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of both sides.  [default: cores]")
 @click.option("--record", type=click.Path(path_type=Path), help="JSONL file to append the records to.")
-def main(model: str, repeats: int, record: Path | None) -> None:
+def main(model: str, repeats: int, threads: int | None, record: Path | None) -> None:
     """Time both engines at batch 1 and at batch 8 with mixed lengths."""
-    engines = {batch: Engine(model, device="cpu", dtype="float32", max_batch=batch, is_prefix_reuse=False) for batch in (1, 8)}
+    settings = {"device": "cpu", "dtype": "float32", "is_prefix_reuse": False, "threads": threads}
+    engines = {batch: Engine(model, max_batch=batch, **settings) for batch in (1, 8)}
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     vocab, weight_bytes = reference.config.vocab_size, 4 * sum(p.numel() for p in reference.parameters())
     rate = read_rate_gb_s()
