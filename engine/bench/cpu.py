@@ -4,7 +4,8 @@ Prefill and decode are kept apart. transformers' prefill is timed as a call that
 call takes beyond that. Both sides are timed in turn, several times, and compared by medians: on a machine with neighbours the
 seconds wander, their ratio in one run does not.
 
-Batch 8 is what a batch user has: rows of mixed prompt and answer lengths, more of them than fit at once. transformers pads each
+Batch 8 comes twice. With equal lengths both sides do the same work, and the ratio is that of their steps. With mixed lengths it is
+what a batch user has: rows of mixed prompt and answer lengths, more of them than fit at once. transformers pads each
 batch of 8 to its longest prompt and computes until its longest answer ends; only the tokens that were asked for are counted, on
 both sides. Every answer is compared before anything is timed.
 """
@@ -141,7 +142,7 @@ def compare(engine: Engine, model: torch.nn.Module, case: Case, repeats: int) ->
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of both sides.  [default: cores]")
 @click.option("--record", type=click.Path(path_type=Path), help="JSONL file to append the records to.")
 def main(model: str, repeats: int, threads: int | None, record: Path | None) -> None:
-    """Time both engines at batch 1 and at batch 8 with mixed lengths."""
+    """Time both engines at batch 1, at batch 8 with equal lengths, and at batch 8 with mixed lengths."""
     settings = {"device": "cpu", "dtype": "float32", "is_prefix_reuse": False, "threads": threads}
     engines = {batch: Engine(model, max_batch=batch, **settings) for batch in (1, 8)}
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -149,7 +150,8 @@ def main(model: str, repeats: int, threads: int | None, record: Path | None) -> 
     rate = read_rate_gb_s()
     cases = (
         make_case(1, 2, (128, 128), (64, 64), vocab),
-        make_case(8, 16, (16, 256), (16, 64), vocab),
+        make_case(8, 8, (128, 128), (48, 48), vocab),
+        make_case(8, 24, (16, 256), (16, 64), vocab),
     )
     print(f"{cpu_device()}; reads memory at {rate:.1f} GB/s; {model}, fp32, prefix reuse off, {repeats} turns a case")
     for case in cases:
