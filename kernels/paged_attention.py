@@ -95,7 +95,7 @@ def paged_attention(
         if row.num_tokens == 1:
             # One query: the heads of a group stand in for query positions, so keys are never repeated.
             heads = queries.view(1, kv_heads, group, head_dim)
-            target.copy_(F.scaled_dot_product_attention(heads, k[None], v[None]).view(1, -1, head_dim))
+            target.copy_(F.scaled_dot_product_attention(heads, k[None], v[None]).reshape(1, -1, head_dim))
             continue
         # KV heads as the batch dimension, and a zero-stride expansion over the group: no copy of the keys.
         heads = queries.view(-1, kv_heads, group, head_dim).permute(1, 2, 0, 3)
