@@ -84,6 +84,8 @@ class RankRun:
 
     def _generate(self, world: World, blueprint: Blueprint, threads: ThreadChoice) -> int:
         rank_zero = self.rank_zero
+        if rank_zero is not None:
+            rank_zero.load_draft()
         replica = build_replica(blueprint, world, self.comm, rank_zero.load_progress() if rank_zero else None)
         if rank_zero is None:
             self.note.on_signal = self._leave_later
