@@ -86,10 +86,10 @@ class Scheduler:
             self.pool.release(sequence.pages)
 
     def append(self, sequence: Sequence, token_ids: Ints[int]) -> None:
-        """Take in the tokens chosen for `sequence` after a step, in order; pages that only rejected drafts needed are free."""
+        """Take in the tokens chosen for `sequence` after a step, in order. Pages that hold nothing but rejected drafts go back."""
         sequence.append(token_ids)
         self._remember(sequence)
-        self.pool.trim(sequence.pages, len(sequence.token_ids))
+        self.pool.trim(sequence.pages, sequence.num_computed)
 
     def schedule(self, drafts: Mapping[int, Ints[int]] = MappingProxyType({})) -> list[ScheduledRow]:
         """Choose the next step's rows and take the pages they need. Empty only if there is no work.

@@ -16,8 +16,10 @@ this keeps its very *tokens*, and the distribution with them, and needs neither 
 acceptance: theirs is the most that any rule can reach, 1 - TV(p, q). For a draft that proposes one certain token (an n-gram, a
 greedy model) nothing is lost: q(x) = 1, so theirs is p(x), which is how often the sampler chooses x. For a draft that samples,
 drawing it independently of the target would give only the sum of p(x) q(x). So a draft model draws with the *same* uniform
-numbers, through the same penalties and filters (`engine.drafts.model`): the two choices are coupled, they are equal whenever
-p = q, and close distributions mostly agree.
+numbers, through the same penalties and filters (`engine.drafts.model`): the two choices are coupled and equal whenever p = q.
+How often they agree otherwise is up to the sampler's draw: by inverse transform over ids in order of probability, two models
+agree less than 1 - TV(p, q) where they rank the likely ids differently. (Gumbel noise per id would give at least
+(1 - TV)/(1 + TV): Daliri, Musco and Suresh 2024, arXiv:2408.07978.)
 
 Case in point: temperature 0, target a 0.35 and b 0.45, draft a 0.25, and it proposes a. min(1, p/q) on these raw numbers is 1
 and lets a through; the target's choice is b, so here b is what is kept.
