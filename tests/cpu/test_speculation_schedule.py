@@ -215,3 +215,11 @@ def test_an_ngram_index_is_not_built_anew_every_step():
     assert drafter._indices[0] is index and index.ends[(1,)] == 77 and index.ends[(3,)] == 3
     drafter.drop(0)
     assert not drafter._indices
+
+
+def test_computed_tokens_count_as_far_as_they_are_the_drafts():
+    """A draft model's own rows take in tokens of several steps at once, also such as are none of its drafts."""
+    for chosen, num_kept in [([5], 0), ([5, 6], 1), ([5, 6, 7], 2), ([5, 0, 7], 1), ([0, 6, 7, 8], 0), ([5, 6, 7, 8, 9], 3)]:
+        sequence = Sequence(0, [1, 2], 2, 99, num_computed=2, drafted=(5, 6, 7))
+        sequence.append(chosen)
+        assert (sequence.num_computed, sequence.token_ids, sequence.drafted) == (2 + num_kept, [1, 2, *chosen], ())
