@@ -86,7 +86,7 @@ class Scheduler:
             self.pool.release(sequence.pages)
 
     def append(self, sequence: Sequence, token_ids: Ints[int]) -> None:
-        """Take in the tokens chosen for `sequence` after a step, in order. Pages that hold nothing but rejected drafts go back."""
+        """Take in the tokens chosen for `sequence` after a step, in order. Pages that held only rejected drafts go back."""
         sequence.append(token_ids)
         self._remember(sequence)
         self.pool.trim(sequence.pages, sequence.num_computed)

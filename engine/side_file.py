@@ -82,6 +82,7 @@ class SideFile:
             "resumed": [],
             "finished": None,
             "counts": None,
+            "speculation": None,
             "exit": None,
         }
         self._write()
@@ -99,6 +100,7 @@ class SideFile:
             "resumed": [*(resumed if isinstance(resumed, list) else []), _now()],
             "finished": None,
             "counts": None,
+            "speculation": None,
             "exit": None,
         }
         self._write()

@@ -7,6 +7,7 @@ import pytest
 from engine.drafts.loading import build_speculation
 from engine.loading import draw_blueprint
 from engine.settings import EngineSettings
+from launch.errors import OutputError
 from launch.world import World
 from tests.cpu.drafters import oracle
 from tests.cpu.engine_harness import answer, request
@@ -163,6 +164,22 @@ def test_rows_beyond_the_drafts_cache_get_no_drafts(folder):
     assert run.token_ids == plain.token_ids
     assert run.drafts.acceptance == 1.0 and 1.2 < run.drafts.tokens_per_step < 4.0
     assert pool.num_available == pool.num_pages and not speculation._rows and not speculation.drafter._sequences
+
+
+def test_a_run_that_breaks_off_leaves_nothing_in_the_drafter(folder):
+    """The next run of the same engine starts clean."""
+
+    def full_disk(text: str) -> None:
+        raise OutputError("no space left")
+
+    settings = {"draft_model": str(folder)}
+    speculation = build_speculation(draw_blueprint(EngineSettings(str(folder), **settings), World()), 131)
+    items = rows("plain", max_tokens=40)
+    items[0].on_text = lambda text: full_disk(text) if speculation.stats.num_proposals > 9 else None
+    with pytest.raises(OutputError):
+        answer(folder, items, speculation=speculation)
+    pool = speculation.drafter.pool
+    assert speculation.stats.num_proposals > 9 and pool.num_available == pool.num_pages and not speculation._rows
 
 
 def test_samples_of_one_row_draft_apart(folder):
