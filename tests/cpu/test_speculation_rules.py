@@ -93,12 +93,12 @@ FILTERS = [
 
 @pytest.mark.parametrize("options", FILTERS, ids=str)
 def test_the_law_of_the_text_is_the_targets(options):
-    """Two tokens of 1,200 rows, the second verified behind a draft, against the law computed from the table (5-token toy)."""
-    num_rows, options = 1200, {"temperature": 1.0, **options}
+    """Two tokens of 800 rows, the second verified behind a draft, against the law computed from the table (5-token toy)."""
+    num_rows, options = 800, {"temperature": 1.0, **options}
     items = [request([0], row_key=key, max_tokens=4, **options) for key in range(num_rows)]
     speculation = scripted_model(markov(DRAFT), 5, num_drafts=2)
     run = answer_scripted(markov(TARGET), items, ByteText(5), speculation=speculation)
-    assert run.drafts.num_accepted > 300 and run.drafts.num_proposed - run.drafts.num_accepted > 300
+    assert run.drafts.num_accepted > 200 and run.drafts.num_proposed - run.drafts.num_accepted > 200
     expected: dict[tuple[int, int], float] = {}
     for first, second in itertools.product(range(5), repeat=2):
         pair = filtered(TARGET[0].tolist(), **options)[first] * filtered(TARGET[first].tolist(), **options)[second]
