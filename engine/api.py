@@ -20,6 +20,8 @@ import torch
 
 from comm.choice import connect
 from engine.completion import Completion
+from engine.drafts.loading import build_speculation
+from engine.drafts.speculation import DraftStats
 from engine.frontend import Frontend, checked_seed
 from engine.leader import Leader
 from engine.loading import build_replica, draw_blueprint
@@ -78,12 +80,18 @@ class Engine:
         self.comm = connect(world, self.settings.comm)
         if self.comm.watch is not None:
             self.comm.watch.start()
+        self._speculation = None if self._frontend is None else build_speculation(blueprint, self._frontend.num_ids)
         self._replica = build_replica(blueprint, world, self.comm)
         self._leader: Leader | None = None
         if self._frontend is not None:
             limits = self._replica.scheduler.limits
-            self._leader = Leader(self._frontend.text, limits.max_model_len, self._frontend.num_ids)
+            self._leader = Leader(self._frontend.text, limits.max_model_len, self._frontend.num_ids, self._speculation)
         self.stats = RunStats()
+
+    @property
+    def draft_stats(self) -> DraftStats | None:
+        """How speculation has gone so far; on rank 0, None without it."""
+        return None if self._speculation is None else self._speculation.stats
 
     def generate(
         self, prompts: Sequence[Prompt], params: Params | Sequence[Params] | None = None, seed: int | None = None

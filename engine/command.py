@@ -51,6 +51,10 @@ class CommandOptions:
     comm: str
     eager: bool
     threads: int | None
+    is_ngram: bool
+    draft_model: str | None
+    num_drafts: int | None
+    draft_kv_memory: int | None
     output_path: str | None
     is_openai: bool
     with_token_ids: bool
@@ -80,6 +84,10 @@ class CommandOptions:
             max_step_tokens=self.max_step_tokens,
             is_prefix_reuse=not self.no_prefix_reuse,
             threads=self.threads,
+            is_ngram=self.is_ngram,
+            draft_model=self.draft_model,
+            num_drafts=self.num_drafts,
+            draft_kv_memory_bytes=self.draft_kv_memory,
         )
 
     def sampling_options(self) -> dict[str, object]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.byte_text import ByteText
+from engine.drafts.loading import check_same_tokens
 from engine.generation_defaults import GenerationDefaults, load_generation_defaults
 from engine.loading import Blueprint
 from engine.options import parse_options
@@ -30,11 +31,13 @@ class Frontend:
     def load(cls, blueprint: Blueprint, options: Mapping[str, object], use_generation_config: bool = True) -> Frontend:
         """`options`: sampling options that come over the model's own, under the names of a row.
 
-        *Raises* `UsageError` for a wrong option, `ModelError` for a broken tokenizer or generation_config.json.
+        *Raises* `UsageError` for a wrong option, `ModelError` for a broken tokenizer or generation_config.json, or for a
+        draft model with another tokenizer.
         """
         folder = Path(blueprint.settings.model)
         config = blueprint.config
         text = Text.load(folder) if folder.is_dir() else ByteText(config.full_vocab)
+        check_same_tokens(blueprint, text)
         try:
             checked = parse_options(options, SamplingParams())
         except Refused as error:

@@ -16,7 +16,7 @@ from typing import NoReturn
 import click
 
 from engine.command import CommandOptions
-from engine.settings import DEFAULT_MAX_TOKENS
+from engine.settings import DEFAULT_MAX_TOKENS, DEFAULT_NUM_DRAFTS, MAX_NUM_DRAFTS
 from launch.environment import Environment
 from launch.errors import DoorbellError
 from launch.exits import LastingStderr, describe_signal, end_process, leave, report
@@ -124,6 +124,13 @@ def option(*names: str, **settings: object):
 @option("--comm", type=click.Choice(["auto", "one_shot", "gloo"]), default="auto", help="All-reduce between the ranks.")
 @option("--eager", is_flag=True, help="Plain torch steps: the only backend on a CPU, the reference on a GPU.")
 @option("--threads", type=click.IntRange(1), metavar="N", show_default="cores / ranks", help="CPU threads a rank.")
+# Speculation
+@option("--ngram", "is_ngram", is_flag=True, help="Guess tokens from what the row has said before; the answers stay the same.")
+@option("--draft-model", metavar="DIR", show_default="none",
+        help="Guess tokens with a small model that has the same tokenizer (folder or shape, like --model).")
+@option("--num-drafts", type=click.IntRange(1, MAX_NUM_DRAFTS), metavar="K", show_default=f"{DEFAULT_NUM_DRAFTS}",
+        help=f"Most guessed tokens a row and step, 1 to {MAX_NUM_DRAFTS}.")
+@option("--draft-kv-memory", type=ByteSize(), show_default="a quarter of the target's", help="KV cache of the draft model.")
 # Output
 @option("--output", "output_path", metavar="FILE", show_default="standard output", help="JSONL rows, one as each finishes.")
 @option("--openai", "is_openai", is_flag=True, help="Write rows in the OpenAI batch response shape.")

@@ -5,10 +5,13 @@ The leader never touches the schedule; it only reads what its own replica schedu
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from engine.completion import Completion, TokenLogprob
 from engine.detokenizer import Detokenizer
+from engine.drafts.speculation import Speculation
 from engine.request import Request, Sample
 from engine.sampler import SamplerState, sample, stream_key, top_logprobs
 from engine.scheduler import ScheduledRow
@@ -20,15 +23,42 @@ from engine.text import Text
 NOT_A_NUMBER = "the model's logits are not finite numbers"
 
 
+@dataclass(eq=False)
+class Trial:
+    """What a step says about the next tokens of a row: fp32 `logits` `[1 + number of drafts, num_used_ids]`, in order.
+
+    `token_ids` are the tokens chosen so far. The next logits are good as long as these are the drafts.
+    """
+
+    sample: Sample
+    row: ScheduledRow
+    logits: torch.Tensor
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def next_logits(self) -> torch.Tensor:
+        return self.logits[len(self.token_ids)]
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that were chosen."""
+        return sum(token_id == draft_id for token_id, draft_id in zip(self.token_ids, self.row.draft_ids))
+
+    @property
+    def is_good(self) -> bool:
+        return self.num_accepted == len(self.token_ids)
+
+
 class Leader:
     """Turns requests into sequences and logits into tokens.
 
     `text`: tokenizer of the model. `max_tokens_total`: most tokens a row may have, prompt included. `num_used_ids`: ids from here
-    on exist in the logits but not in the tokenizer and are never chosen.
+    on exist in the logits but not in the tokenizer and are never chosen. `speculation`: None for one token a step.
     """
 
-    def __init__(self, text: Text, max_tokens_total: int, num_used_ids: int):
+    def __init__(self, text: Text, max_tokens_total: int, num_used_ids: int, speculation: Speculation | None = None):
         self.text, self.max_tokens_total, self.num_used_ids = text, max_tokens_total, num_used_ids
+        self.speculation = speculation
         self.samples: dict[int, Sample] = {}
         self._message = StepMessage()
         self._next_id = 0
@@ -77,11 +107,14 @@ class Leader:
         return bool(self._message.tokens or self._message.finished or self._message.added)
 
     def receive(self, rows: list[ScheduledRow], logits: torch.Tensor | None) -> int:
-        """Choose the next tokens from a step's `logits` (fp32 `[n, full_vocab]`). Returns how many were chosen."""
+        """Choose the next tokens from a step's `logits` (fp32 `[n, full_vocab]`), and guess at those after them.
+
+        Returns how many tokens were chosen beyond one a row.
+        """
         if logits is None:
             return 0
         logits = self._cut_unused(logits)
-        sampled: list[tuple[Sample, torch.Tensor]] = []
+        trials: list[Trial] = []
         at = 0
         for row in rows:
             block = logits[at : at + row.num_logits]
@@ -90,35 +123,59 @@ class Leader:
             if row.num_logits and row.first < row.sequence.num_prompt and row.sequence.wants_prompt_logits:
                 self._record_prompt(current, row, block)
             if row.is_sampled:
-                sampled.append((current, block[-1]))
-        if sampled:
-            self._choose(sampled)
-        return len(sampled)
+                trials.append(Trial(current, row, block[-1 - len(row.draft_ids) :]))
+        self._choose(trials)
+        going_on = [trial for trial in trials if trial.sample.sequence.seq_id in self.samples]
+        self._message.tokens += [(trial.sample.sequence.seq_id, trial.token_ids) for trial in going_on]
+        if self.speculation is not None:
+            self._record_drafts(trials)
+            self._message.drafts = self.speculation.propose([trial.sample for trial in going_on], self.max_tokens_total)
+        return sum(max(0, len(trial.token_ids) - 1) for trial in trials)
+
+    def drop_all(self) -> None:
+        """Forget every open row."""
+        self.samples.clear()
+        if self.speculation is not None:
+            self.speculation.drop_all()
 
     def _cut_unused(self, logits: torch.Tensor) -> torch.Tensor:
         if self.num_used_ids < logits.shape[-1]:
             logits = logits[:, : self.num_used_ids]
         return logits
 
-    def _choose(self, sampled: list[tuple[Sample, torch.Tensor]]) -> None:
-        logits = torch.stack([row for _, row in sampled])
-        tokens = sample(logits, [current.state for current, _ in sampled])
-        for idx, (current, token_id) in enumerate(zip((current for current, _ in sampled), tokens)):
-            if token_id is None:
-                self._finish(current, current.fail(NOT_A_NUMBER))
-                continue
-            params = current.request.params
-            if params.logprobs is not None:
-                current.logprobs.append(self._logprob(logits[idx], token_id, params.logprobs))
-            completion = current.accept(token_id, self.max_tokens_total)
-            if completion is not None:
-                self._finish(current, completion)
-            else:
-                self._message.tokens.append((current.sequence.seq_id, token_id))
+    def _choose(self, trials: list[Trial]) -> None:
+        """Position after position, over all rows whose logits are good: one round without drafts, more with them."""
+        while trials:
+            tokens = sample(torch.stack([trial.next_logits for trial in trials]), [trial.sample.state for trial in trials])
+            trials = [trial for trial, token_id in zip(trials, tokens) if self._take(trial, token_id)]
+
+    def _take(self, trial: Trial, token_id: int | None) -> bool:
+        """Give a row its next token. Returns whether the step knows the logits of the one after it."""
+        current, params = trial.sample, trial.sample.request.params
+        if token_id is None:
+            self._finish(current, current.fail(NOT_A_NUMBER))
+            return False
+        if params.logprobs is not None:
+            current.logprobs.append(self._logprob(trial.next_logits, token_id, params.logprobs))
+        trial.token_ids.append(token_id)
+        completion = current.accept(token_id, self.max_tokens_total)
+        if completion is not None:
+            self._finish(current, completion)
+            return False
+        return trial.is_good and len(trial.token_ids) < len(trial.logits)
+
+    def _record_drafts(self, trials: list[Trial]) -> None:
+        for trial in trials:
+            if trial.row.is_decode:
+                seq_id, num_drafts = trial.sample.sequence.seq_id, len(trial.row.draft_ids)
+                self.speculation.record(seq_id, num_drafts, trial.num_accepted, len(trial.token_ids))
 
     def _finish(self, current: Sample, completion: Completion) -> None:
-        self._message.finished.append(current.sequence.seq_id)
-        del self.samples[current.sequence.seq_id]
+        seq_id = current.sequence.seq_id
+        self._message.finished.append(seq_id)
+        del self.samples[seq_id]
+        if self.speculation is not None:
+            self.speculation.drop(seq_id)
         current.request.finish_sample(current.sample_idx, completion)
 
     def _record_prompt(self, current: Sample, row: ScheduledRow, block: torch.Tensor) -> None:

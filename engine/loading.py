@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,10 +17,10 @@ from engine.memory import choose_num_pages
 from engine.pages import PagePool
 from engine.replica import Replica
 from engine.scheduler import Limits, Scheduler
-from engine.settings import EngineSettings
+from engine.settings import MAX_NUM_DRAFTS, EngineSettings
 from engine.shapes import named_config
 from engine.shard_plan import ShardPlan
-from engine.weights import dummy_weights, load_weights
+from engine.weights import ModelWeights, dummy_weights, load_weights
 from launch.errors import ModelError, UsageError
 from launch.world import World
 
@@ -30,7 +30,10 @@ DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 
 @dataclass(frozen=True)
 class Blueprint:
-    """All that is known before a weight is read. Making one has no cost and refuses what cannot work."""
+    """All that is known before a weight is read. Making one has no cost and refuses what cannot work.
+
+    `draft`: the draft model's own, as if it ran alone; None without one.
+    """
 
     settings: EngineSettings
     config: ModelConfig
@@ -40,6 +43,7 @@ class Blueprint:
     dtype: torch.dtype
     max_model_len: int
     notes: tuple[str, ...]
+    draft: Blueprint | None = None
 
 
 def draw_blueprint(settings: EngineSettings, world: World) -> Blueprint:
@@ -47,6 +51,7 @@ def draw_blueprint(settings: EngineSettings, world: World) -> Blueprint:
 
     *Raises* `ModelError` or `UsageError` naming what is wrong.
     """
+    check_speculation(settings)
     config, checkpoint = _open_model(settings)
     plan = ShardPlan.make(config, world.size, world.rank)
     device = torch.device(world.device)
@@ -58,7 +63,34 @@ def draw_blueprint(settings: EngineSettings, world: World) -> Blueprint:
             "a longer context needs a rope scaling entry (such as yarn) in the model's config.json"
         )
     notes += config.notes + (() if checkpoint is None else tuple(checkpoint.notes))
-    return Blueprint(settings, config, plan, checkpoint, device, dtype, max_model_len, notes)
+    draft = _draw_draft(settings, device, max_model_len)
+    return Blueprint(settings, config, plan, checkpoint, device, dtype, max_model_len, notes, draft)
+
+
+def check_speculation(settings: EngineSettings) -> None:
+    """*Raises* `UsageError` for options that contradict each other or would go unused."""
+    if settings.is_ngram and settings.draft_model is not None:
+        raise UsageError("--ngram and --draft-model are two sources of drafts; give one of them")
+    if settings.num_drafts is not None and not settings.is_ngram and settings.draft_model is None:
+        raise UsageError("--num-drafts goes with --ngram or --draft-model")
+    if settings.num_drafts is not None and not 1 <= settings.num_drafts <= MAX_NUM_DRAFTS:
+        raise UsageError(f"--num-drafts must be 1 to {MAX_NUM_DRAFTS}, not {settings.num_drafts}")
+    if settings.draft_kv_memory_bytes is not None and settings.draft_model is None:
+        raise UsageError("--draft-kv-memory goes with --draft-model")
+
+
+def _draw_draft(settings: EngineSettings, device: torch.device, max_model_len: int) -> Blueprint | None:
+    """The draft model is loaded like the target (format, device, dtype), but whole, on one rank."""
+    if settings.draft_model is None:
+        return None
+    own = replace(
+        settings, model=settings.draft_model, max_model_len=None, draft_model=None, num_drafts=None, draft_kv_memory_bytes=None
+    )
+    try:
+        draft = draw_blueprint(own, World(device=device))
+    except (ModelError, UsageError) as error:
+        raise type(error)(f"--draft-model: {error}") from None
+    return replace(draft, max_model_len=min(draft.max_model_len, max_model_len))
 
 
 def _open_model(settings: EngineSettings) -> tuple[ModelConfig, Checkpoint | None]:
@@ -93,10 +125,7 @@ def build_replica(
 ) -> Replica:
     """Read the weights and reserve the KV cache. *Collective*. `progress(done_bytes, total_bytes)`."""
     settings, config, plan = blueprint.settings, blueprint.config, blueprint.plan
-    if blueprint.checkpoint is None:
-        weights = dummy_weights(config, plan, blueprint.dtype, blueprint.device, settings.dummy_seed)
-    else:
-        weights = load_weights(blueprint.checkpoint, plan, blueprint.dtype, blueprint.device, progress)
+    weights = load_blueprint_weights(blueprint, progress)
     num_pages = choose_num_pages(
         settings, config, plan, blueprint.dtype, blueprint.device, blueprint.max_model_len, world.local_size, comm
     )
@@ -105,10 +134,24 @@ def build_replica(
     )
     is_cpu = blueprint.device.type == "cpu"
     pool = PagePool(num_pages, settings.page_size, settings.is_prefix_reuse, is_contiguous=is_cpu)
-    limits = Limits(
+    scheduler = Scheduler(scheduler_limits(blueprint, num_pages), pool)
+    backend = EagerStep(config, plan, weights, comm, kv)
+    return Replica(scheduler, backend, comm, config.full_vocab, blueprint.device)
+
+
+def load_blueprint_weights(blueprint: Blueprint, progress: Callable[[int, int], None] | None = None) -> ModelWeights:
+    """This rank's weights, read or random. `progress(done_bytes, total_bytes)`."""
+    if blueprint.checkpoint is None:
+        seed = blueprint.settings.dummy_seed
+        return dummy_weights(blueprint.config, blueprint.plan, blueprint.dtype, blueprint.device, seed)
+    return load_weights(blueprint.checkpoint, blueprint.plan, blueprint.dtype, blueprint.device, progress)
+
+
+def scheduler_limits(blueprint: Blueprint, num_pages: int) -> Limits:
+    """The limits of a step, given the KV cache."""
+    settings = blueprint.settings
+    return Limits(
         max_batch=settings.max_batch,
         max_step_tokens=settings.max_step_tokens or DEFAULT_STEP_TOKENS[blueprint.device.type],
         max_model_len=min(blueprint.max_model_len, num_pages * settings.page_size),
     )
-    backend = EagerStep(config, plan, weights, comm, kv)
-    return Replica(Scheduler(limits, pool), backend, comm, config.full_vocab, blueprint.device)

@@ -61,8 +61,9 @@ class ListSource:
 class RunStats:
     """Counts and seconds of a run, prefill and decode apart.
 
-    A token is a decode token if it was computed alone, after its row's prompt; all others are prefill, also those computed again
-    after a preemption. The time of a step that holds both kinds is shared out in proportion to its tokens.
+    A token is a decode token if it came out of a step that computed its row's last token alone (or with drafts after it), past
+    the prompt; all others are prefill, also those computed again after a preemption. The time of a step that holds both kinds is
+    shared out in proportion to the tokens it computed.
     """
 
     prefill_tokens: int = 0
@@ -79,11 +80,13 @@ class RunStats:
     def decode_tok_s(self) -> float:
         return self.decode_tokens / self.decode_s if self.decode_s else 0.0
 
-    def add_step(self, rows: list[ScheduledRow], seconds: float) -> None:
-        num_decode = sum(row.num_tokens == 1 and row.first >= row.sequence.num_prompt for row in rows)
-        num_prefill = sum(row.num_tokens for row in rows) - num_decode
-        share = num_decode / (num_decode + num_prefill)
-        self.decode_tokens += num_decode
+    def add_step(self, rows: list[ScheduledRow], seconds: float, num_extra: int = 0) -> None:
+        """`num_extra`: tokens that the step gave beyond one a row, by drafts that held."""
+        decode = [row.num_tokens for row in rows if row.is_decode]
+        num_computed = sum(row.num_tokens for row in rows)
+        num_prefill = num_computed - sum(decode)
+        share = sum(decode) / num_computed
+        self.decode_tokens += len(decode) + num_extra
         self.prefill_tokens += num_prefill
         self.decode_s += share * seconds
         self.prefill_s += (1.0 - share) * seconds
@@ -127,8 +130,8 @@ def lead(
                 started = time.perf_counter()
                 rows, logits = replica.step()
                 is_boundary = True
-                leader.receive(rows, logits)
-                stats.add_step(rows, time.perf_counter() - started)
+                num_extra = leader.receive(rows, logits)
+                stats.add_step(rows, time.perf_counter() - started, num_extra)
             is_boundary = True
             if on_step is not None:
                 on_step()
@@ -141,7 +144,7 @@ def lead(
     finally:
         if is_boundary:
             _end(replica, comm.broadcast_ints(leader.take_message(exit_code)))
-            leader.samples.clear()
+            leader.drop_all()
 
 
 def _end(replica: Replica, ints: list[int]) -> int:

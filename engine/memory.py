@@ -33,9 +33,7 @@ def choose_num_pages(
     *Raises* `UsageError` if the asked-for memory, `ModelError` if the free memory, cannot hold a single page.
     """
     one_page = page_bytes(config, plan, dtype, settings.page_size)
-    budget = settings.kv_memory_bytes
-    if budget is None:
-        budget = _free_budget(device, local_ranks)
+    budget = kv_budget_bytes(settings, device, local_ranks)
     wanted = settings.max_batch * -(-max_model_len // settings.page_size)
     num_pages = min(wanted, budget // one_page, (1 << 31) // settings.page_size)
     num_pages = _smallest(num_pages, comm)
@@ -49,7 +47,10 @@ def choose_num_pages(
     return num_pages
 
 
-def _free_budget(device: torch.device, local_ranks: int) -> int:
+def kv_budget_bytes(settings: EngineSettings, device: torch.device, local_ranks: int) -> int:
+    """Bytes for one rank's KV cache: as asked, or a share of what is free now."""
+    if settings.kv_memory_bytes is not None:
+        return settings.kv_memory_bytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free - (1.0 - DEFAULT_KV_SHARE_GPU) * total)

@@ -92,6 +92,13 @@ class PagePool:
             self._next_number += 1
         return num_full
 
+    def trim(self, pages: list[int], num_tokens: int) -> None:
+        """Give back, in place, what `pages` holds beyond `num_tokens` tokens. Pages of these must not have been remembered."""
+        kept = self.num_needed(num_tokens)
+        surplus = pages[kept:]
+        del pages[kept:]
+        self.release(surplus)
+
     def release(self, pages: list[int]) -> None:
         """Let go of `pages` and empty the list. Known pages stay cached; a row's last pages are the first to be evicted."""
         for page in reversed(pages):

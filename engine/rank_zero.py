@@ -11,6 +11,8 @@ from pathlib import Path
 
 from comm.communicator import Communicator
 from engine.command import CommandOptions
+from engine.drafts.loading import build_speculation
+from engine.drafts.speculation import Speculation
 from engine.feed import Feed
 from engine.frontend import Frontend, checked_seed
 from engine.job import Counts, Job
@@ -45,6 +47,7 @@ class RankZero:
     def __init__(self, options: CommandOptions, blueprint: Blueprint):
         self.options, self.blueprint = options, blueprint
         self.frontend = Frontend.load(blueprint, options.sampling_options(), not options.no_generation_config)
+        self.speculation: Speculation | None = None
         self.run_seed = fresh_seed() if options.seed is None else checked_seed(options.seed)
         self.is_chat = self._choose_chat()
         self.stats = RunStats()
@@ -183,10 +186,14 @@ class RankZero:
 
         return show
 
+    def load_draft(self) -> None:
+        """Load what proposes drafts, if anything does; before the target, whose KV cache takes what is left."""
+        self.speculation = build_speculation(self.blueprint, self.frontend.num_ids)
+
     def begin(self, replica: Replica, comm: Communicator, threads: ThreadChoice) -> None:
         """Print the summary and start reading rows."""
         limits = replica.scheduler.limits
-        self.leader = Leader(self.frontend.text, limits.max_model_len, self.frontend.num_ids)
+        self.leader = Leader(self.frontend.text, limits.max_model_len, self.frontend.num_ids, self.speculation)
         if not self.options.quiet:
             lines = summary_lines(self.blueprint, self.frontend, replica, comm, threads, self.run_seed)
             print("\n".join(lines), file=sys.stderr, flush=True)
@@ -217,7 +224,9 @@ class RankZero:
             self.writer.close_at_boundary()
         if self.side is not None:
             counts = self.job.final_counts() if self.job is not None else Counts()
-            self.side.finish(counts=counts.as_record(), exit_code=code, reason=message or MEANINGS[code])
+            speculation = None if self.speculation is None else self.speculation.stats.as_record()
+            reason = message or MEANINGS[code]
+            self.side.finish(counts=counts.as_record(), exit_code=code, reason=reason, speculation=speculation)
 
     def _print_end(self) -> None:
         counts, stats = self.job.counts, self.stats
@@ -229,6 +238,8 @@ class RankZero:
             file=sys.stderr,
             flush=True,
         )
+        if self.speculation is not None:
+            print(f"doorbell: {self.speculation.stats.line()}", file=sys.stderr, flush=True)
 
 
 def _plain(value: object) -> dict[str, object]:

@@ -30,19 +30,21 @@ class Replica:
         self.full_vocab, self.device = full_vocab, device
         self.sequences: dict[int, Sequence] = {}
         self.digest = 0
+        self._drafts: dict[int, list[int]] = {}
 
     def apply(self, ints: Ints[int]) -> StepMessage:
         """Take in one message. Its integers go into `digest`, which the ranks compare at the end of a run."""
         self.digest = zlib.crc32(array("q", ints).tobytes(), self.digest)
         message = StepMessage.decode(ints)
-        for seq_id, token_id in message.tokens:
-            self.sequences[seq_id].token_ids.append(token_id)
+        for seq_id, token_ids in message.tokens:
+            self.scheduler.append(self.sequences[seq_id], token_ids)
         for seq_id in message.finished:
             self.scheduler.finish(seq_id)
             del self.sequences[seq_id]
         for sequence in message.added:
             self.sequences[sequence.seq_id] = sequence
             self.scheduler.add(sequence)
+        self._drafts = dict(message.drafts)
         return message
 
     def drop_all(self) -> None:
@@ -63,7 +65,7 @@ class Replica:
 
     def step(self) -> tuple[list[ScheduledRow], torch.Tensor | None]:
         """Compute the next step. *Collective*. Returns its rows and, on rank 0, the fp32 logits asked for `[n, full_vocab]`."""
-        rows = self.scheduler.schedule()
+        rows = self.scheduler.schedule(self._drafts)
         batch = build_batch(rows, self.scheduler.pool.page_size, self.device)
         local_logits = self.backend.run(batch)
         self.scheduler.complete(rows)
@@ -84,6 +86,7 @@ def build_batch(rows: list[ScheduledRow], page_size: int, device: torch.device) 
         sequence, start = row.sequence, len(token_ids)
         first, last = row.first, row.first + row.num_tokens
         token_ids += sequence.token_ids[first:last]
+        token_ids += row.draft_ids
         positions += range(first, last)
         slots += [sequence.pages[pos // page_size] * page_size + pos % page_size for pos in range(first, last)]
         spans.append(RowSpan(start, row.num_tokens, first, tuple(sequence.pages)))

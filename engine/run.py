@@ -103,6 +103,8 @@ class RankRun:
 
     def _generate(self, world: World, blueprint: Blueprint, threads: ThreadChoice) -> int:
         rank_zero = self.rank_zero
+        if rank_zero is not None:
+            rank_zero.load_draft()
         replica = build_replica(blueprint, world, self.comm, rank_zero.load_progress() if rank_zero else None)
         self.note.on_signal = None
         self.note.patience_s = FOLLOWER_PATIENCE_S if rank_zero is None else LEADER_PATIENCE_S

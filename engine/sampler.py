@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -64,6 +64,10 @@ class SamplerState:
     def record(self, token_id: int) -> None:
         self.output_counts[token_id] += 1
         self.num_output += 1
+
+    def fork(self) -> SamplerState:
+        """A copy that can record tokens of its own: what the row would be if it went on so."""
+        return replace(self, output_counts=self.output_counts.copy())
 
 
 def stream_key(seed: int, row_key: object, sample_idx: int) -> bytes:

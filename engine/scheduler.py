@@ -3,12 +3,18 @@
 Pure and deterministic: every rank runs its own copy on the same calls and arrives at the same step. Rows join and leave at
 every step. Rows that decode go first, one token each; what is left of the step's token budget goes to prompts, in arrival
 order. If pages run out, the row that arrived last gives its pages back and is computed again later.
+
+Drafts (guessed tokens, see `engine.drafts`) come last of all: they get the budget and the pages that nobody else wants in the
+step. A draft never delays a prompt and never preempts a row, and it leaves no page behind that could make a later step do so.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from collections.abc import Sequence as Ints
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from engine.pages import PagePool
 from engine.sequence import Sequence
@@ -25,10 +31,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class ScheduledRow:
-    """Tokens `first` to `first + num_tokens` of `sequence` are computed in this step.
+    """Tokens `first` to `first + num_tokens` of `sequence` are computed in this step, `draft_ids` counted as its last tokens.
 
     `is_sampled`: the step computes the last known token, so the row's next token can be chosen. `num_logits`: rows of logits
-    the step returns for it, the last of which is the one to sample from if `is_sampled`.
+    the step returns for it. If `is_sampled`, the last `1 + len(draft_ids)` of them are to be sampled from: the first always,
+    each further one as long as the tokens chosen so far are the drafts.
     """
 
     sequence: Sequence
@@ -36,12 +43,24 @@ class ScheduledRow:
     num_tokens: int
     is_sampled: bool
     num_logits: int
+    draft_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, sequence: Sequence, num_tokens: int) -> ScheduledRow:
         is_sampled = num_tokens == sequence.num_pending
         is_prompt = sequence.wants_prompt_logits and not sequence.is_prefilled
         return cls(sequence, sequence.num_computed, num_tokens, is_sampled, num_tokens if is_prompt else int(is_sampled))
+
+    @property
+    def is_decode(self) -> bool:
+        """The row computes one token that was chosen, not given, and whatever drafts follow it."""
+        return self.num_tokens == 1 + len(self.draft_ids) and self.first >= self.sequence.num_prompt
+
+    def with_drafts(self, draft_ids: Ints[int]) -> ScheduledRow:
+        count = len(draft_ids)
+        return replace(
+            self, num_tokens=self.num_tokens + count, num_logits=self.num_logits + count, draft_ids=tuple(draft_ids)
+        )
 
 
 class Scheduler:
@@ -66,8 +85,17 @@ class Scheduler:
         else:
             self.pool.release(sequence.pages)
 
-    def schedule(self) -> list[ScheduledRow]:
-        """Choose the next step's rows and take the pages they need. Empty only if there is no work."""
+    def append(self, sequence: Sequence, token_ids: Ints[int]) -> None:
+        """Take in the tokens chosen for `sequence` after a step, in order. Pages that held only rejected drafts go back."""
+        sequence.append(token_ids)
+        self._remember(sequence)
+        self.pool.trim(sequence.pages, sequence.num_computed)
+
+    def schedule(self, drafts: Mapping[int, Ints[int]] = MappingProxyType({})) -> list[ScheduledRow]:
+        """Choose the next step's rows and take the pages they need. Empty only if there is no work.
+
+        `drafts`: guesses by seq_id. A row in steady decode computes as many of them as there is room for, maybe none.
+        """
         rows: list[ScheduledRow] = []
         budget = self.limits.max_step_tokens
         # A row that prefills still waits its turn behind those that decode, so that a long prompt never stalls them.
@@ -84,16 +112,35 @@ class Scheduler:
                 break
             rows.append(row)
             budget -= row.num_tokens
+        for idx, row in enumerate(rows):
+            if row.is_decode and row.sequence.seq_id in drafts:
+                rows[idx] = self._add_drafts(row, drafts[row.sequence.seq_id], budget)
+                budget -= len(rows[idx].draft_ids)
         return rows
 
     def complete(self, rows: list[ScheduledRow]) -> None:
         """Record that the step of `rows` has been computed: its keys and values are now in the cache."""
         for row in rows:
             sequence = row.sequence
-            sequence.num_computed += row.num_tokens
-            sequence.num_remembered_pages = self.pool.remember(
-                sequence.pages, sequence.token_ids, sequence.num_remembered_pages, sequence.num_computed
-            )
+            sequence.num_computed += row.num_tokens - len(row.draft_ids)
+            sequence.drafted = row.draft_ids
+            self._remember(sequence)
+
+    def _remember(self, sequence: Sequence) -> None:
+        """Only what has been chosen counts: a page that holds a draft must not be found by another row."""
+        sequence.num_remembered_pages = self.pool.remember(
+            sequence.pages, sequence.token_ids, sequence.num_remembered_pages, sequence.num_computed
+        )
+
+    def _add_drafts(self, row: ScheduledRow, draft_ids: Ints[int], budget: int) -> ScheduledRow:
+        sequence, pool = row.sequence, self.pool
+        num_known = len(sequence.token_ids)
+        # The step chooses one token more than it has drafts, and the row ends when it is full.
+        room = min(budget, sequence.max_tokens_total - num_known - 1)
+        room = min(room, (len(sequence.pages) + pool.num_available) * pool.page_size - num_known)
+        granted = draft_ids[: max(room, 0)]
+        pool.extend(sequence.pages, num_known + len(granted))
+        return row.with_drafts(granted)
 
     def _admit(self, budget: int) -> ScheduledRow | None:
         sequence = self._next_waiting()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 
 
@@ -11,7 +12,8 @@ class Sequence:
 
     `max_tokens_total` bounds prompt and output together. `wants_prompt_logits` asks for logits at every prompt position and
     therefore never skips computed ones. `after` is a sequence with the same prompt that must be prefilled first, so that this
-    one finds the prompt's pages.
+    one finds the prompt's pages. `drafted` are guesses at the tokens that come next: their keys and values follow those of the
+    `num_computed` tokens in the cache, but nobody has chosen them yet.
     """
 
     seq_id: int
@@ -24,6 +26,7 @@ class Sequence:
     num_prefix_reused: int = 0
     num_remembered_pages: int = 0
     pages: list[int] = field(default_factory=list)
+    drafted: tuple[int, ...] = ()
 
     @property
     def num_pending(self) -> int:
@@ -37,3 +40,16 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    def append(self, token_ids: Ints[int]) -> None:
+        """Take in chosen tokens, at least one, in order.
+
+        As far as they are what was drafted they are computed already; all else that was drafted is forgotten, by length only:
+        what the cache holds of it is written over. The last token stays pending, since its logits are what comes next.
+        """
+        for token_id, drafted_id in zip(token_ids[:-1], self.drafted):
+            if token_id != drafted_id:
+                break
+            self.num_computed += 1
+        self.drafted = ()
+        self.token_ids += token_ids

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 DEFAULT_MAX_TOKENS = 512
 DEFAULT_PAGE_SIZE = 16
+DEFAULT_NUM_DRAFTS = 4
+MAX_NUM_DRAFTS = 16
 DEFAULT_KV_SHARE_CPU = 0.25  # of the memory that is free at start, over all ranks of the machine
 DEFAULT_KV_SHARE_GPU = 0.90  # of the GPU's memory, weights included
 
@@ -16,7 +18,9 @@ class EngineSettings:
 
     `model`: a folder, or with `load_format="dummy"` a named shape such as `qwen2.5-7b`. `dtype`: `auto`, `float32`, `bfloat16` or
     `float16`. `kv_memory_bytes`: KV cache of one rank; None chooses from what is free. `max_step_tokens`: the prefill chunk.
-    `None` in `max_model_len` means the model's own limit.
+    `None` in `max_model_len` means the model's own limit. `is_ngram` or `draft_model` (a folder or shape, like `model`) switch
+    speculation on, with at most `num_drafts` guessed tokens a row and step (None: 4); `draft_kv_memory_bytes`: KV cache of the
+    draft model, on rank 0.
     """
 
     model: str
@@ -32,3 +36,7 @@ class EngineSettings:
     is_prefix_reuse: bool = True
     threads: int | None = None
     dummy_seed: int = 0
+    is_ngram: bool = False
+    draft_model: str | None = None
+    num_drafts: int | None = None
+    draft_kv_memory_bytes: int | None = None

@@ -90,6 +90,7 @@ class SideFile:
             "resumed": [],
             "finished": None,
             "counts": None,
+            "speculation": None,
             "exit": None,
         }
         self._write()
@@ -107,16 +108,26 @@ class SideFile:
             "resumed": [*(resumed if isinstance(resumed, list) else []), _now()],
             "finished": None,
             "counts": None,
+            "speculation": None,
             "exit": None,
         }
         self._write()
 
-    def finish(self, *, counts: Mapping[str, int], exit_code: int, reason: str) -> None:
-        """Write how the run ended. `counts`: rows by outcome, over all parts of a resumed run.
+    def finish(
+        self,
+        *,
+        counts: Mapping[str, int],
+        exit_code: int,
+        reason: str,
+        speculation: Mapping[str, int | float] | None = None,
+    ) -> None:
+        """Write how the run ended. `counts`: rows by outcome, over all parts of a resumed run. `speculation`: how many drafts
+        were accepted, in this part; None without speculation.
 
         *Raises*: OutputError.
         """
         self._record |= {"finished": _now(), "counts": dict(counts), "exit": {"code": exit_code, "reason": reason}}
+        self._record["speculation"] = None if speculation is None else dict(speculation)
         self._write()
 
     def _write(self) -> None:

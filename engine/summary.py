@@ -11,6 +11,7 @@ from engine.prepare import fill_defaults
 from engine.replica import Replica
 from engine.rope import RopeConfig
 from engine.sampling_params import SamplingParams
+from engine.settings import DEFAULT_NUM_DRAFTS, EngineSettings
 from launch.threads import ThreadChoice
 
 
@@ -35,11 +36,17 @@ def summary_lines(
         "stops": ", ".join(frontend.stop_names()) or "none",
         "sampling": f"{describe_sampling(defaults)} (from {frontend.defaults.source}; seed {seed})",
         "all-reduce": f"{comm.name} ({comm.reason})",
+        "speculation": describe_speculation(blueprint.settings),
     }
     lines = [f"  {name:<16}{value}" for name, value in facts.items()]
     warnings = blueprint.checkpoint.warnings if blueprint.checkpoint is not None else []
     notes = [*warnings, *blueprint.notes, *frontend.defaults.notes]
     return ["doorbell:", *lines, *(f"  note: {note}" for note in notes)]
+
+
+def describe_speculation(settings: EngineSettings) -> str:
+    source = "n-grams of the row" if settings.is_ngram else settings.draft_model
+    return f"up to {settings.num_drafts or DEFAULT_NUM_DRAFTS} drafts a row and step from {source}" if source else "off"
 
 
 def describe_rope(rope: RopeConfig) -> str:

@@ -4,10 +4,10 @@ Prefill and decode are kept apart. transformers' prefill is timed as a call that
 call takes beyond that. Both sides are timed in turn, several times, and compared by medians: on a machine with neighbours the
 seconds wander, their ratio in one run does not.
 
-Batch 8 comes twice. With equal lengths both sides do the same work, and the ratio is that of their steps. With mixed lengths it is
-what a batch user has: rows of mixed prompt and answer lengths, more of them than fit at once. transformers pads each
-batch of 8 to its longest prompt and computes until its longest answer ends; only the tokens that were asked for are counted, on
-both sides. Every answer is compared before anything is timed.
+Batch 8 comes twice. With equal lengths both sides do the same work, and the ratio is that of their steps. With mixed lengths it
+is what a batch user has: rows of mixed prompt and answer lengths, more of them than fit at once. transformers pads each batch of
+8 to its longest prompt and computes until its longest answer ends; only the tokens that were asked for are counted, on both
+sides. Every answer is compared before anything is timed.
 """
 
 from __future__ import annotations

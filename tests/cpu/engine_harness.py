@@ -12,6 +12,8 @@ from comm.single import SingleCommunicator
 from comm.threads import run_ranks
 from engine.byte_text import ByteText
 from engine.completion import Completion
+from engine.drafts.loading import build_speculation
+from engine.drafts.speculation import DraftStats, Speculation
 from engine.leader import Leader
 from engine.loading import build_replica, draw_blueprint
 from engine.loop import ListSource, RunStats, follow, lead
@@ -41,6 +43,7 @@ class Run:
     digests: list[int] = field(default_factory=list)
     stats: RunStats = field(default_factory=RunStats)
     num_preemptions: int = 0
+    drafts: DraftStats | None = None
 
     @property
     def token_ids(self) -> list[list[int]]:
@@ -51,17 +54,24 @@ class Run:
         return [completions[0].text for completions in self.answers]
 
 
-def answer(folder: Path, requests: Sequence[Request], size: int = 1, text=None, look_ahead: int = 100, **settings) -> Run:
-    """Answer `requests` with the model in `folder` at TP `size`; the settings are those of `EngineSettings`."""
+def answer(
+    folder: Path, requests: Sequence[Request], size: int = 1, text=None, look_ahead: int = 100, speculation=None, **settings
+) -> Run:
+    """Answer `requests` with the model in `folder` at TP `size`; the settings are those of `EngineSettings`.
+
+    `speculation` takes the place of the one that the settings ask for.
+    """
     settings = {"threads": 1, "kv_memory_bytes": 1 << 24, **settings}
 
     def rank_main(comm) -> Replica:
         world = World(rank=comm.rank, size=size, local_rank=comm.rank, local_size=size)
-        replica = build_replica(draw_blueprint(EngineSettings(str(folder), **settings), world), world, comm)
+        blueprint = draw_blueprint(EngineSettings(str(folder), **settings), world)
+        own = None if comm.rank else speculation or build_speculation(blueprint, blueprint.config.full_vocab)
+        replica = build_replica(blueprint, world, comm)
         if comm.rank:
             assert follow(replica) == 0
         else:
-            lead_all(replica, requests, run, text, look_ahead)
+            lead_all(replica, requests, run, text, look_ahead, own)
         return replica
 
     run = Run(answers=[[] for _ in requests])
@@ -73,9 +83,18 @@ def answer(folder: Path, requests: Sequence[Request], size: int = 1, text=None, 
     return run
 
 
-def lead_all(replica: Replica, requests: Sequence[Request], run: Run, text=None, look_ahead: int = 100) -> None:
+def lead_all(
+    replica: Replica,
+    requests: Sequence[Request],
+    run: Run,
+    text=None,
+    look_ahead: int = 100,
+    speculation: Speculation | None = None,
+) -> None:
     text = ByteText(replica.full_vocab) if text is None else text
-    leader = Leader(text, replica.scheduler.limits.max_model_len, min(replica.full_vocab, text.vocab_size))
+    num_ids = min(replica.full_vocab, text.vocab_size)
+    leader = Leader(text, replica.scheduler.limits.max_model_len, num_ids, speculation)
+    run.drafts = None if speculation is None else speculation.stats
     for index, item in enumerate(requests):
         item.on_done = lambda completions, index=index: run.answers[index].extend(completions)
     lead(replica, leader, ListSource(list(requests)), run.stats, look_ahead)
@@ -98,11 +117,13 @@ class ScriptedBackend:
         return torch.stack(rows) if rows else torch.empty(0, self._vocab)
 
 
-def answer_scripted(script, requests: Sequence[Request], text, vocab: int | None = None, max_model_len: int = 4096) -> Run:
+def answer_scripted(
+    script, requests: Sequence[Request], text, vocab: int | None = None, max_model_len: int = 4096, speculation=None
+) -> Run:
     """Answer `requests` with a scripted model of `vocab` rows (default: as many as `text` has)."""
     vocab = vocab or text.vocab_size
     scheduler = Scheduler(Limits(8, 64, max_model_len), PagePool(max_model_len // 4, 16))
     replica = Replica(scheduler, ScriptedBackend(script, vocab), SingleCommunicator(), vocab, CPU)
     run = Run(answers=[[] for _ in requests])
-    lead_all(replica, requests, run, text)
+    lead_all(replica, requests, run, text, speculation=speculation)
     return run

@@ -109,16 +109,18 @@ def test_samples_of_one_row_share_the_prompt():
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 99), st.integers(0, 2**40)), max_size=5),
+    st.lists(st.tuples(st.integers(0, 99), st.lists(st.integers(0, 2**40), max_size=4)), max_size=5),
     st.lists(st.integers(0, 99), max_size=4),
     st.lists(
         st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.booleans(), st.none() | st.integers(0, 9)), max_size=4
     ),
     st.sampled_from([-1, 0, 3, 130]),
+    st.lists(st.tuples(st.integers(0, 99), st.lists(st.integers(0, 2**40), max_size=4)), max_size=5),
 )
-def test_messages_survive_the_wire(tokens, finished, added, exit_code):
+def test_messages_survive_the_wire(tokens, finished, added, exit_code, drafts):
     sequences = [Sequence(i, ids, len(ids), 50, wants, after) for i, (ids, wants, after) in enumerate(added)]
-    message = StepMessage(tokens, finished, sequences, exit_code)
+    message = StepMessage(tokens, finished, sequences, exit_code, drafts)
     decoded = StepMessage.decode(message.encode())
     assert (decoded.tokens, decoded.finished, decoded.exit_code) == (tokens, finished, exit_code)
+    assert decoded.drafts == drafts
     assert [vars(s) for s in decoded.added] == [vars(s) for s in sequences]

@@ -1,0 +1,84 @@
+"""From a blueprint to a drafter, on rank 0: the tokenizers compared, the draft model loaded whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from comm.single import SingleCommunicator
+from engine.byte_text import ByteText
+from engine.drafts.model import ModelDrafter
+from engine.drafts.ngram import NgramDrafter
+from engine.drafts.speculation import Drafter, Speculation
+from engine.eager import EagerStep
+from engine.kv_cache import KvCache
+from engine.loading import Blueprint, load_blueprint_weights, scheduler_limits
+from engine.memory import kv_budget_bytes, page_bytes
+from engine.pages import PagePool
+from engine.settings import DEFAULT_NUM_DRAFTS
+from engine.text import Text
+from launch.errors import ModelError, UsageError
+
+# The draft's KV cache beside the target's, unless its size is given. A token of a draft a tenth of the target's size takes about
+# a tenth of the bytes, so this is room for more rows than the target has.
+DRAFT_KV_SHARE = 0.25
+
+
+def check_same_tokens(blueprint: Blueprint, text: Text | ByteText) -> None:
+    """Target and draft, if there is one, must mean the same by an id; the number of vocabulary rows may differ.
+
+    `text`: the target's. *Raises* `ModelError` naming both folders.
+    """
+    draft = blueprint.draft
+    if draft is None:
+        return
+    folder = Path(draft.settings.model)
+    draft_text = Text.load(folder) if folder.is_dir() else ByteText(draft.config.full_vocab)
+    if draft_text.fingerprint != text.fingerprint:
+        raise ModelError(
+            f"the draft model {draft.settings.model} has another tokenizer than {blueprint.settings.model}, so its guesses would "
+            "mean other text; give a draft model of the same family"
+        )
+
+
+def build_speculation(blueprint: Blueprint, num_ids: int) -> Speculation | None:
+    """The drafter the settings ask for, loaded; None if they ask for none. On rank 0 only.
+
+    `num_ids`: ids the target may choose. Call it before the target's KV cache is sized, which then sees what is left.
+    """
+    settings = blueprint.settings
+    drafter: Drafter
+    if blueprint.draft is not None:
+        drafter = _build_model(blueprint, blueprint.draft, num_ids)
+    elif settings.is_ngram:
+        drafter = NgramDrafter()
+    else:
+        return None
+    return Speculation(drafter, settings.num_drafts or DEFAULT_NUM_DRAFTS)
+
+
+def _build_model(blueprint: Blueprint, draft: Blueprint, num_ids: int) -> ModelDrafter:
+    config, plan, page_size = draft.config, draft.plan, draft.settings.page_size
+    weights = load_blueprint_weights(draft)
+    num_pages = _num_pages(blueprint, draft)
+    kv = KvCache.allocate(
+        config.num_layers, num_pages, page_size, plan.local_kv_heads, config.head_dim, draft.dtype, draft.device
+    )
+    pool = PagePool(num_pages, page_size, draft.settings.is_prefix_reuse, is_contiguous=draft.device.type == "cpu")
+    backend = EagerStep(config, plan, weights, SingleCommunicator(), kv)
+    return ModelDrafter(backend, pool, scheduler_limits(draft, num_pages), config.full_vocab, num_ids, draft.device)
+
+
+def _num_pages(blueprint: Blueprint, draft: Blueprint) -> int:
+    settings = blueprint.settings
+    one_page = page_bytes(draft.config, draft.plan, draft.dtype, settings.page_size)
+    budget = settings.draft_kv_memory_bytes
+    if budget is None:
+        budget = int(DRAFT_KV_SHARE * kv_budget_bytes(settings, blueprint.device, local_ranks=1))
+    wanted = settings.max_batch * -(-draft.max_model_len // settings.page_size)
+    num_pages = min(wanted, budget // one_page)
+    if num_pages < 1:
+        raise UsageError(
+            f"the draft model's KV cache may have {max(budget, 0)} bytes, but one page needs {one_page}; give more with "
+            "--draft-kv-memory"
+        )
+    return num_pages
