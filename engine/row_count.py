@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import stat
 from pathlib import Path
 
@@ -11,7 +12,7 @@ def count_rows(path: str) -> int | None:
     if is_read_once(path):
         return None
     with Path(path).open("rb") as file:
-        return sum(1 for line in file if line.strip())
+        return sum(1 for line in file if line.removeprefix(codecs.BOM_UTF8).strip())
 
 
 def is_read_once(path: str) -> bool:

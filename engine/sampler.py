@@ -4,8 +4,8 @@ Runs on rank 0 only; the other ranks receive the token. Order of the steps, as i
 output), presence and frequency penalties (output only), logit bias, minimum length, temperature, top-k, top-p, min-p, draw.
 Log-probabilities are those of the model, before any of these.
 
-The draw is counter-based: the uniform number of a token is a hash of (seed, row key, sample index, position). So a row's text
-does not depend on who shares its batch, on the order of rows, or on where a run was interrupted.
+The draw is counter-based: the noise of an id is a hash of (seed, row key, sample index, position, id). So a row's text does not
+depend on who shares its batch, on the order of rows, or on where a run was interrupted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ from engine.sampling_params import SamplingParams
 
 # Temperatures below this are finite but indistinguishable from greedy in fp32, so they are greedy.
 GREEDY_BELOW = 1e-5
+
+# splitmix64's odd constants as signed 64-bit numbers.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 @dataclass(eq=False)
@@ -75,10 +80,25 @@ def stream_key(seed: int, row_key: object, sample_idx: int) -> bytes:
     return hashlib.blake2b(json.dumps([seed, row_key, sample_idx]).encode(), digest_size=16).digest()
 
 
-def uniform(key: bytes, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, a pure function of its arguments."""
+def gumbel(key: bytes, position: int, ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise (fp64, like `ids`), one number an id: a pure function of (key, position, id).
+
+    The bits are those of a splitmix64 stream (Steele, Lea and Flood 2014) that starts at a hash of key and position.
+    """
     digest = hashlib.blake2b(position.to_bytes(8, "little"), key=key, digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+    # int64 arithmetic wraps around, which is what the generator wants of its unsigned 64 bits.
+    bits = (ids.long() + 1) * _GOLDEN + int.from_bytes(digest, "little", signed=True)
+    bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
+    bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
+    bits = bits ^ _shift_right(bits, 31)
+    # 53 bits and a half: strictly between 0 and 1, so that both logarithms are finite.
+    uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
+    return -(-uniform.log()).log()
+
+
+def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """Logical, not arithmetic."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
 def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[int | None]:
@@ -101,8 +121,8 @@ def _sample_row(logits: torch.Tensor, state: SamplerState) -> int:
     logits = apply_penalties(logits.clone(), state)
     if state.is_greedy:
         return int(logits.argmax())
-    values, ids = filter_logits(logits, state.params)
-    return int(ids[draw(values, uniform(state.stream_key, state.num_output))])
+    probabilities, ids = filter_logits(logits, state.params)
+    return draw(probabilities, ids, state.stream_key, state.num_output)
 
 
 def apply_penalties(logits: torch.Tensor, state: SamplerState) -> torch.Tensor:
@@ -132,11 +152,14 @@ def _seen_ids(state: SamplerState, device: torch.device) -> torch.Tensor:
 
 
 def filter_logits(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Temperature, top-k, top-p, min-p. Returns the surviving probabilities (fp64, unnormalised) and their ids, best first.
+    """Temperature, top-k, top-p, min-p. Returns the surviving probabilities (fp64, unnormalised) and their ids.
 
     Ties at a border go to the smaller id, so that the survivors do not depend on the sorting algorithm.
     """
     is_top_k = 0 < params.top_k < logits.numel()
+    if not is_top_k and params.top_p >= 1.0 and params.min_p <= 0.0:
+        probabilities = ((logits - logits.max()).double() / params.temperature).exp()
+        return probabilities, torch.arange(logits.numel(), device=logits.device)
     values, ids = torch.sort(logits, descending=True, stable=True)
     if is_top_k:
         values, ids = values[: params.top_k], ids[: params.top_k]
@@ -152,14 +175,14 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.T
     return probabilities, ids
 
 
-def draw(probabilities: torch.Tensor, u: float) -> int:
-    """Index drawn by inverse transform from unnormalised `probabilities` (fp64 `[n]`) with `u` in [0, 1).
+def draw(probabilities: torch.Tensor, ids: torch.Tensor, key: bytes, position: int) -> int:
+    """An id drawn from unnormalised `probabilities` (fp64 `[n]`) of `ids`, by the largest of log-probability plus Gumbel noise.
 
-    The first index whose cumulative sum exceeds `u` times the total: an entry of probability zero is never chosen.
+    An id of probability zero is never drawn. The order of the ids does not matter, nor do ids that are not there, so a sharded
+    vocabulary can draw by comparing one candidate a shard. Two models that draw with the same noise agree as often as any
+    coupling can promise, up to a factor of 1 + their total variation (Daliri, Musco and Suresh 2024, arXiv:2408.07978).
     """
-    cumulative = probabilities.cumsum(0)
-    idx = int(torch.searchsorted(cumulative, u * float(cumulative[-1]), right=True))
-    return min(idx, int(probabilities.count_nonzero()) - 1)
+    return int(ids[(probabilities.log() + gumbel(key, position, ids)).argmax()])
 
 
 def top_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> tuple[float, list[tuple[int, float]]]:

@@ -1,7 +1,7 @@
 """A small model as drafter. It runs whole on rank 0, on its own KV cache, whatever the target's parallel degree.
 
 A proposal of k tokens takes k batched steps: the first catches up on what its rows have said since, the others continue. Each
-token is drawn as the target will draw it, with the same sampler, state and uniform number, only from this model's logits; why
+token is drawn as the target will draw it, with the same sampler, state and noise, only from this model's logits; why
 that matters is told in `engine.drafts.speculation`.
 """
 

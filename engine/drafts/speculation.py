@@ -1,7 +1,7 @@
 """Speculation: guess the next few tokens of a row cheaply, let the target compute them all in one step, keep what holds.
 
-**Why the text does not change.** The token at a position is a pure function of the logits there, the row's sampler state and one
-uniform number, which is a hash of (seed, row, sample, position): see `engine.sampler`. The target's step gives the logits at the
+**Why the text does not change.** The token at a position is a pure function of the logits there, the row's sampler state and
+noise that is a hash of (seed, row, sample, position, id): see `engine.sampler`. The target's step gives the logits at the
 row's last token and at each of its k drafts. Rank 0 runs the ordinary sampler over them in order. The first choice is always
 valid. If it equals the first draft, the second logits were computed behind the right token, so the second choice is valid too;
 and so on, until a choice differs from its draft. That choice is kept, what follows is dropped, and the cache is rolled back by
@@ -15,11 +15,9 @@ with probability min(1, p(x)/q(x)) and otherwise draw from the normalised rest o
 this keeps its very *tokens*, and the distribution with them, and needs neither q nor a second random number. The price would be
 acceptance: theirs is the most that any rule can reach, 1 - TV(p, q). For a draft that proposes one certain token (an n-gram, a
 greedy model) nothing is lost: q(x) = 1, so theirs is p(x), which is how often the sampler chooses x. For a draft that samples,
-drawing it independently of the target would give only the sum of p(x) q(x). So a draft model draws with the *same* uniform
-numbers, through the same penalties and filters (`engine.drafts.model`): the two choices are coupled and equal whenever p = q.
-How often they agree otherwise is up to the sampler's draw: by inverse transform over ids in order of probability, two models
-agree less than 1 - TV(p, q) where they rank the likely ids differently. (Gumbel noise per id would give at least
-(1 - TV)/(1 + TV): Daliri, Musco and Suresh 2024, arXiv:2408.07978.)
+drawing it independently of the target would give only the sum of p(x) q(x). So a draft model draws with the *same* noise,
+through the same penalties and filters (`engine.drafts.model`): the two choices are coupled, equal whenever p = q, and agree at
+least (1 - TV)/(1 + TV) of the time otherwise, as Gumbel noise per id promises (Daliri, Musco and Suresh 2024, arXiv:2408.07978).
 
 Case in point: temperature 0, target a 0.35 and b 0.45, draft a 0.25, and it proposes a. min(1, p/q) on these raw numbers is 1
 and lets a through; the target's choice is b, so here b is what is kept.

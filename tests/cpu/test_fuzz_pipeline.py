@@ -137,7 +137,7 @@ def test_every_line_ends_as_one_row(text, tmp_path, file_lines):
     data = b"\n".join([b'{"prompt": "x"}', *file_lines])
     output = tmp_path / "out.jsonl"
     job = run(data, text, output)
-    num_rows = sum(1 for line in data.split(b"\n") if line.strip())
+    num_rows = sum(1 for line in data.split(b"\n") if line.removeprefix(b"\xef\xbb\xbf").strip())
     written = [json.loads(line, parse_constant=forbid) for line in output.read_bytes().split(b"\n")[:-1]]
     assert sorted(row["index"] for row in written) == list(range(num_rows))
     assert job.counts.ok + job.counts.failed == num_rows
