@@ -20,7 +20,7 @@ from engine.step_batch import StepBatch
 from engine.weights import LayerWeights, ModelWeights
 from kernels.kv_write import kv_write
 from kernels.linear import linear
-from kernels.paged_attention import RowPlan, paged_attention, plan_row
+from kernels.paged_attention import GroupPlan, RowPlan, group_rows, paged_attention, plan_row
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary_table, rotate
 from kernels.silu_mul import silu_mul
@@ -33,7 +33,7 @@ class StepPlan:
     cos: torch.Tensor
     signed_sin: torch.Tensor
     slots: torch.Tensor
-    rows: dict[int | None, tuple[RowPlan, ...]]
+    rows: dict[int | None, tuple[RowPlan | GroupPlan, ...]]
 
 
 class EagerStep:
@@ -68,12 +68,13 @@ class EagerStep:
         rows = {window: self._plan_rows(batch, window) for window in set(self.config.windows)}
         return StepPlan(cos, signed_sin, batch.slots, rows)
 
-    def _plan_rows(self, batch: StepBatch, window: int | None) -> tuple[RowPlan, ...]:
+    def _plan_rows(self, batch: StepBatch, window: int | None) -> tuple[RowPlan | GroupPlan, ...]:
         size, dtype, device = self.kv.page_size, self.dtype, self.device
-        return tuple(
+        rows = tuple(
             plan_row(row.start, row.num_tokens, row.context_len, row.pages, size, window, dtype, device)
             for row in batch.rows
         )
+        return group_rows(rows, dtype, device) if device.type == "cpu" else rows
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows of the vocabulary-parallel embedding: each rank looks up what it holds and zeros the rest."""

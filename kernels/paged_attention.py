@@ -2,7 +2,7 @@
 
 The plan of a row (where its keys lie, which it may see) is made once a step and used by every layer. A row
 whose pages follow each other in memory is read through a view; only a scattered row is gathered. Rows never
-share a product, so a row's result does not depend on its batch mates.
+share a product, so a row's result does not depend on its batch mates, up to rounding where rows are padded together.
 """
 
 from __future__ import annotations
@@ -28,6 +28,46 @@ class RowPlan:
     kv: slice | torch.Tensor
     mask: torch.Tensor | None
     is_causal: bool
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Several rows of one query each, padded to the longest and attended in one call.
+
+    On a CPU a call a row costs more than the padding: eight rows of 150 keys took 79 us a row and layer one by one, and 45
+    us together (two threads). `start`: [rows] flat query indices. `slots`: `[rows * longest]`, what is behind a row's end
+    repeats its first slot. `mask`: additive `[rows, 1, 1, longest]`, None if all rows are equally long.
+    """
+
+    start: torch.Tensor
+    slots: torch.Tensor
+    mask: torch.Tensor | None
+
+
+MIN_GROUP = 3  # rows; fewer are as fast one by one
+MAX_PADDING = 2.0  # keys read in a group, over keys that count
+
+
+def group_rows(rows: Sequence[RowPlan], dtype: torch.dtype, device: torch.device) -> tuple[RowPlan | GroupPlan, ...]:
+    """`rows` with those of a single query put into one group, where that pays. For CPUs."""
+    single = [row for row in rows if row.num_tokens == 1]
+    lengths = [_length(row) for row in single]
+    if len(single) < MIN_GROUP or max(lengths) * len(single) > MAX_PADDING * sum(lengths):
+        return tuple(rows)
+    longest = max(lengths)
+    slots = torch.empty(len(single), longest, dtype=torch.int64)
+    mask = torch.zeros(len(single), 1, 1, longest, dtype=dtype)
+    for idx, (row, length) in enumerate(zip(single, lengths)):
+        own = torch.arange(row.kv.start, row.kv.stop) if isinstance(row.kv, slice) else row.kv
+        slots[idx, :length], slots[idx, length:] = own, own[0]
+        mask[idx, ..., length:] = float("-inf")
+    start = torch.tensor([row.start for row in single], device=device)
+    group = GroupPlan(start, slots.flatten().to(device), None if min(lengths) == longest else mask.to(device))
+    return (*(row for row in rows if row.num_tokens > 1), group)
+
+
+def _length(row: RowPlan) -> int:
+    return row.kv.stop - row.kv.start if isinstance(row.kv, slice) else row.kv.numel()
 
 
 def plan_row(
@@ -78,7 +118,7 @@ def _mask(
 
 
 def paged_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Sequence[RowPlan], out: torch.Tensor
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Sequence[RowPlan | GroupPlan], out: torch.Tensor
 ) -> torch.Tensor:
     """Attend each row's queries to its cached keys and values, which already include this step's.
 
@@ -89,6 +129,9 @@ def paged_attention(
     kv_heads, head_dim = keys.shape[1:]
     group = q.shape[1] // kv_heads
     for row in rows:
+        if isinstance(row, GroupPlan):
+            _attend_group(q, keys, values, row, out, group)
+            continue
         k, v = keys[row.kv].transpose(0, 1), values[row.kv].transpose(0, 1)
         queries = q[row.start : row.start + row.num_tokens]
         target = out[row.start : row.start + row.num_tokens]
@@ -108,3 +151,14 @@ def paged_attention(
         )
         target.view(-1, kv_heads, group, head_dim).copy_(result.permute(2, 0, 1, 3))
     return out
+
+
+def _attend_group(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: GroupPlan, out: torch.Tensor, group: int
+) -> None:
+    kv_heads, head_dim = keys.shape[1:]
+    num_rows = plan.start.numel()
+    k, v = (part.index_select(0, plan.slots).view(num_rows, -1, kv_heads, head_dim).transpose(1, 2) for part in (keys, values))
+    heads = q.index_select(0, plan.start).view(num_rows, kv_heads, group, head_dim)
+    result = F.scaled_dot_product_attention(heads, k, v, attn_mask=plan.mask)
+    out.index_copy_(0, plan.start, result.reshape(num_rows, -1, head_dim))

@@ -9,7 +9,7 @@ import torch
 
 from kernels.kv_write import kv_write
 from kernels.linear import linear, pack_linear
-from kernels.paged_attention import paged_attention, plan_row
+from kernels.paged_attention import GroupPlan, RowPlan, group_rows, paged_attention, plan_row
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary_table, rotate
 from kernels.silu_mul import silu_mul
@@ -111,6 +111,7 @@ def attention_reference(q, k, v, context_len: int, window: int | None) -> torch.
 
 # (num_tokens, context_len) of the rows of one step: decode beside prefill beside a chunk with history
 STEPS = {
+    "many decodes": [(1, 8), (1, 3), (4, 2), (1, 10), (1, 6)],
     "decode": [(1, 0), (1, 3), (1, 4), (1, 30)],
     "prefill": [(13, 0), (4, 0), (2, 0)],
     "chunks": [(5, 9), (8, 8), (2, 17)],
@@ -140,9 +141,25 @@ def test_paged_attention(step, window, is_scattered, heads, kv_heads):
         start += num_tokens
     out = torch.full_like(q, math.nan)
     before = q.clone()
-    paged_attention(q, keys, values, rows, out)
-    assert torch.equal(q, before)
-    torch.testing.assert_close(out.double(), torch.cat(expected), atol=2e-6, rtol=0)
+    for plan in (rows, group_rows(rows, torch.float32, CPU)):
+        out.fill_(math.nan)
+        paged_attention(q, keys, values, plan, out)
+        assert torch.equal(q, before)
+        torch.testing.assert_close(out.double(), torch.cat(expected), atol=2e-6, rtol=0)
+
+
+def test_rows_of_one_query_are_grouped_where_padding_is_cheap():
+    def row(kv_len: int, num_tokens: int = 1) -> RowPlan:
+        return plan_row(0, num_tokens, kv_len - num_tokens, range(100), PAGE, None, torch.float32, CPU)
+
+    def groups(*rows: RowPlan) -> list[bool]:
+        return [isinstance(plan, GroupPlan) for plan in group_rows(rows, torch.float32, CPU)]
+
+    assert groups(row(10), row(20, 5), row(12), row(14)) == [False, True]
+    assert groups(row(10), row(12)) == [False, False]
+    assert groups(row(1), row(1), row(1), row(90)) == [False] * 4
+    (group,) = group_rows((row(10),) * 3, torch.float32, CPU)
+    assert group.mask is None
 
 
 def test_adjacent_pages_are_read_without_a_copy():
