@@ -16,9 +16,12 @@ BIN      := $(VENV)/bin
 # torchrun would set OMP_NUM_THREADS to 1 itself, with a warning; Doorbell chooses its threads either way.
 TORCHRUN  = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(TP)
 STAMP    := $(VENV)/.doorbell-installed
+COMPILER := $(VENV)/.doorbell-compiler-installed
+# The GPU to compile for.
+ARCH     ?= sm_90a
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test lint bench-cpu results clean
+.PHONY: help setup model demo test lint kernels bench-cpu results clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,6 +48,13 @@ test: model  ## Run every test that needs no GPU
 
 lint: $(STAMP)  ## Check the style
 	$(BIN)/ruff check .
+
+$(COMPILER): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[kernels]'
+	@touch $@
+
+kernels: $(COMPILER)  ## Compile every CUDA source ahead of time (ARCH=sm_90a); needs no GPU
+	$(BIN)/python -m kernels.compile_all --arch $(ARCH)
 
 bench-cpu: model  ## Decode and prefill against transformers on the default model, batch 1 and 8
 	$(BIN)/python -m engine.bench.cpu --model $(MODEL) --record results/cpu.jsonl

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from launch.errors import UsageError
 
@@ -59,6 +60,21 @@ def prefer_loopback(environ: MutableMapping[str, str] | None = None) -> None:
     """
     environ = os.environ if environ is None else environ
     environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Where this user's caches of Doorbell lie; not created here. None when the user has no home folder.
+
+    *Source*: XDG Base Directory Specification: a relative `XDG_CACHE_HOME` is to be ignored.
+    """
+    environ = os.environ if environ is None else environ
+    base = Path(environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        home = Path(environ.get("HOME", ""))
+        if not home.is_absolute():
+            return None
+        base = home / ".cache"
+    return base / "doorbell"
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int, lenient: bool = False) -> int:

@@ -43,6 +43,18 @@ class OutputError(DoorbellError):
     exit_code = EXIT_OUTPUT
 
 
+class KernelBuildError(DoorbellError):
+    """Device code could not be compiled: NVRTC is absent or refused the source. The message carries its log."""
+
+
+class KernelLaunchError(DoorbellError):
+    """The driver refused to load or to launch a kernel. `code` is its name of the error, e.g. CUDA_ERROR_INVALID_VALUE."""
+
+    def __init__(self, message: str, code: str = ""):
+        super().__init__(message)
+        self.code = code
+
+
 class PeerLost(DoorbellError):
     """A rank died or stopped answering. `rank` is the lost one."""
 

@@ -53,6 +53,15 @@ def test_environment_variables_have_one_door():
     assert users_of("environ", "getenv", "putenv", "environb") == {"launch/environment.py"}
 
 
+def test_nvrtc_has_one_door():
+    callers = {str(path.relative_to(ROOT)) for path in FILES if any("nvrtc" in m for m in imported_modules(parsed(path)))}
+    assert callers | users_of("nvrtc", "RawKernel", "RawModule", "ElementwiseKernel") == {"kernels/build.py"}
+
+
+def test_kernel_launches_have_one_door():
+    assert users_of("cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel") == {"kernels/launch_kernel.py"}
+
+
 def test_process_groups_have_one_door():
     assert users_of("init_process_group", "new_group") == {"comm/process_group.py"}
 
