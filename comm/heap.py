@@ -73,3 +73,24 @@ class SymmetricHeap(ABC):
     @abstractmethod
     def close(self) -> None:
         """Drop this rank's claim. Idempotent, waits for nobody; memory lives on while any tensor of it does."""
+
+
+class DeviceHeap(ABC):
+    """A symmetric heap in GPU memory: kernels get addresses, the host reads nothing. Zeroed when new."""
+
+    kind: str
+    rank: int
+    size: int
+    layout: Layout
+
+    @abstractmethod
+    def address(self, peer: int, name: str) -> int:
+        """Where this rank finds region `name` of rank `peer`. Differs between ranks; never to be sent to another."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Unmap and free. *Collective*: all ranks close. Idempotent."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Forget the memory without waiting for peers, because one is gone. The end of the process frees it."""

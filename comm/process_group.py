@@ -61,6 +61,10 @@ class ProcessGroup:
         """Overwrite `x` (CPU, contiguous) with rank 0's. *Collective*."""
         dist.broadcast(x, group=self._group, group_src=0)
 
+    def open_nccl(self) -> dist.ProcessGroup:
+        """An NCCL group of the same ranks, one GPU each (NCCL refuses two ranks on one). *Collective*."""
+        return dist.new_group(backend="nccl")
+
     def store(self) -> dist.Store:
         """A connection of our own to the store that the group met in, safe to use from another thread."""
         return dist.PrefixStore("doorbell", dist.distributed_c10d._get_default_store().clone())

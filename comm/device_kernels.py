@@ -1,0 +1,26 @@
+"""The compiled kernels of `comm/cuda`, one variant an element type."""
+
+from __future__ import annotations
+
+import torch
+
+from comm.device_collectives import ELEMS, SOURCES, LamportParams, NormParams, OneShotParams, TwoShotParams
+from kernels.build import Build
+from kernels.launch_kernel import Kernel, load
+
+ENTRY_POINTS = {
+    "all_reduce_lamport": {"all_reduce_lamport": LamportParams, "all_reduce_lamport_norm": NormParams},
+    "all_reduce_one_shot": {"all_reduce_one_shot": OneShotParams},
+    "all_reduce_two_shot": {"all_reduce_two_shot": TwoShotParams},
+}
+
+
+def load_collectives(build: Build, dtypes: tuple[torch.dtype, ...] = tuple(ELEMS)) -> dict[tuple[str, torch.dtype], Kernel]:
+    """Kernels by (entry point, dtype), compiled if the cache does not hold them, loaded on the current GPU."""
+    kernels: dict[tuple[str, torch.dtype], Kernel] = {}
+    for stem, entries in ENTRY_POINTS.items():
+        for dtype in dtypes:
+            module = load(build.cubin(SOURCES / f"{stem}.cu", [SOURCES], {"ELEM": ELEMS[dtype]}), stem)
+            for name, params in entries.items():
+                kernels[name, dtype] = module.function(name, (params,))
+    return kernels

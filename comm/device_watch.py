@@ -1,0 +1,53 @@
+"""The deadline of device waits, seen from the host: a record in host-mapped memory that kernels write when they give up."""
+
+from __future__ import annotations
+
+import ctypes
+
+from launch.errors import PeerTimeout, WaitRecord
+
+SITES = {
+    1: "all_reduce_lamport",
+    2: "all_reduce_lamport_norm",
+    3: "all_reduce_one_shot",
+    4: "all_reduce_two_shot, parts",
+    5: "all_reduce_two_shot, shares",
+    6: "signal_put",
+    7: "signal_take",
+}
+
+
+class _Record(ctypes.Structure):
+    """`WaitRecord` of `comm/cuda/wait.cuh`."""
+
+    _fields_ = [(name, ctypes.c_uint32) for name in ("aborted", "site", "epoch", "peer", "seen", "expected")]
+
+
+class WatchParams(ctypes.Structure):
+    """`Watch` of `comm/cuda/wait.cuh`."""
+
+    _fields_ = [("record", ctypes.c_uint64), ("limit_ns", ctypes.c_uint64)]
+
+
+class DeviceWatch:
+    """One rank's record. `params` goes into every kernel that waits; `check` after results matter."""
+
+    def __init__(self, deadline_s: float):
+        import cupy
+
+        self._memory = cupy.cuda.PinnedMemory(ctypes.sizeof(_Record), cupy.cuda.runtime.hostAllocMapped)
+        self._record = _Record.from_address(self._memory.ptr)
+        ctypes.memset(self._memory.ptr, 0, ctypes.sizeof(_Record))
+        # With unified addressing the device finds host-mapped memory at the host's own address.
+        self.params = WatchParams(self._memory.ptr, int(deadline_s * 1e9))
+
+    def check(self) -> None:
+        """*Raises* `PeerTimeout` if a kernel of this rank gave up. Reads host memory only: no synchronisation."""
+        record = self._record
+        if record.aborted:
+            site = SITES.get(record.site, f"site {record.site}")
+            raise PeerTimeout(
+                record.peer,
+                f"rank {record.peer} did not arrive at {site} (call {record.epoch}) before the deadline",
+                WaitRecord(site, record.epoch, record.peer, record.seen, record.expected),
+            )

@@ -1,0 +1,211 @@
+"""All-reduces on real GPUs, against sums computed from the seeds of all ranks. Needs a GPU; 4 and 8 ranks need MPS."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.ranks_harness import run_ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+SIZES = (1, 3, 7, 64, 129, 1000, 4096, 8192, 8197, 65536, 300_001)
+ALGORITHMS = ("all_reduce_lamport", "all_reduce_one_shot", "all_reduce_two_shot")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WORLDS = (2, 4, 8)
+
+
+def part(rank: int, call: int, n: int, dtype: torch.dtype, is_integer: bool = False) -> torch.Tensor:
+    """What `rank` contributes to call number `call`: every rank can make every rank's."""
+    generator = torch.Generator("cuda").manual_seed(1000 * call + rank)
+    if is_integer:
+        return torch.randint(-8, 9, (n,), generator=generator, device="cuda").to(dtype)
+    return torch.randn(n, generator=generator, device="cuda").to(dtype)
+
+
+def expected_sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """fp32, rank order, rounded once."""
+    total = parts[0].float()
+    for other in parts[1:]:
+        total = total + other.float()
+    return total.to(parts[0].dtype)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
+
+
+def check_values(rank: int, size: int) -> None:
+    from tests.ranks.device_world import device_world
+
+    with device_world(rank, size) as world:
+        call = 0
+        for dtype in DTYPES:
+            for name in ALGORITHMS:
+                reduce = getattr(world.collectives, name)
+                for n in SIZES:
+                    for is_integer in (True, False):
+                        call += 1
+                        parts = [part(peer, call, n, dtype, is_integer) for peer in range(size)]
+                        out = torch.full((n + 16,), float("nan"), device="cuda", dtype=dtype)
+                        before = parts[rank].clone()
+                        reduce(parts[rank], out[:n])
+                        assert torch.equal(bits(out[:n]), bits(expected_sum(parts))), (name, dtype, n, is_integer)
+                        assert out[n:].isnan().all(), "wrote past the end"
+                        assert torch.equal(bits(parts[rank]), bits(before)), "changed its input"
+                # An unaligned view, in place.
+                parts = [part(peer, call, 1001, dtype) for peer in range(size)]
+                mine = parts[rank][1:]
+                reduce(mine)
+                assert torch.equal(bits(mine), bits(expected_sum([p[1:] if i != rank else part(i, call, 1001, dtype)[1:]
+                                                                  for i, p in enumerate(parts)])))  # fmt: skip
+        world.watch.check()
+
+
+def check_special_values(rank: int, size: int) -> None:
+    from tests.ranks.device_world import device_world
+
+    values = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, 3e38, 65504.0]
+    with device_world(rank, size) as world:
+        for dtype in DTYPES:
+            for name in ALGORITHMS:
+                for kind in range(4):
+                    parts = []
+                    for peer in range(size):
+                        order = random.Random(10 * peer + kind)
+                        row = [-0.0] * 512 if kind == 0 else [0.0] * 512 if kind == 1 else [order.choice(values) for _ in range(512)]
+                        parts.append(torch.tensor(row, device="cuda").to(dtype))
+                    out = torch.full((512,), 7.0, device="cuda", dtype=dtype)
+                    getattr(world.collectives, name)(parts[rank], out)
+                    wanted = expected_sum(parts)
+                    same = (bits(out) == bits(wanted)) | (out.isnan() & wanted.isnan())
+                    assert same.all(), (name, dtype, kind)
+                    hashes = world.agree(bits(out).long().sum().item())
+                    assert len(set(hashes)) == 1, "ranks hold different bits"
+
+
+def check_many_calls(rank: int, size: int, num_calls: int) -> None:
+    """Back to back, changing sizes and algorithms, stragglers; every result compared on the device, read once at the end."""
+    from tests.ranks.device_world import device_world
+
+    rng, mine = random.Random(7), random.Random(rank)
+    with device_world(rank, size) as world:
+        mismatches = torch.zeros(1, dtype=torch.int64, device="cuda")
+        base = [part(peer, 0, 70_000, torch.bfloat16, True) for peer in range(size)]
+        for call in range(num_calls):
+            name, n, shift = rng.choice(ALGORITHMS), rng.choice((8, 1000, 8192, 60_000)), rng.randrange(9000)
+            if mine.random() < 0.02:
+                torch.cuda._sleep(mine.randrange(10**6))
+            parts = [p[shift : shift + n] + call % 5 for p in base]
+            out = torch.full((n,), float("nan"), device="cuda", dtype=torch.bfloat16)
+            getattr(world.collectives, name)(parts[rank].contiguous(), out)
+            mismatches += (out != expected_sum(parts)).sum()
+            if call % 200 == 0:
+                torch.cuda.synchronize()
+                world.watch.check()
+        assert mismatches.item() == 0
+
+
+def check_graph(rank: int, size: int) -> None:
+    from tests.ranks.device_world import device_world
+
+    n = 8192
+    with device_world(rank, size) as world:
+        x, out = torch.empty(n, device="cuda", dtype=torch.bfloat16), torch.empty(n, device="cuda", dtype=torch.bfloat16)
+        stream = torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+
+        def body() -> None:
+            for name in ALGORITHMS:
+                getattr(world.collectives, name)(x, out)
+                x.copy_(out * 0.25)
+
+        x.fill_(1.0)
+        with torch.cuda.stream(stream):
+            body()
+            torch.cuda.synchronize()
+            world.agree(None)
+            with torch.cuda.graph(graph, stream=stream):
+                body()
+            for replay in range(300):
+                parts = [part(peer, replay, n, torch.bfloat16) for peer in range(size)]
+                x.copy_(parts[rank])
+                graph.replay()
+                wanted = expected_sum(parts)
+                for _ in ALGORITHMS[1:]:
+                    quarter = wanted * 0.25
+                    wanted = expected_sum([quarter] * size)
+                assert torch.equal(bits(out), bits(wanted)), replay
+                if replay % 7 == 0:  # eager calls between replays go on counting
+                    y = part(rank, replay, 512, torch.bfloat16)
+                    world.collectives.all_reduce_lamport(y)
+                    assert torch.equal(bits(y), bits(expected_sum([part(p, replay, 512, torch.bfloat16) for p in range(size)])))
+
+
+def check_norm(rank: int, size: int) -> None:
+    from tests.ranks.device_world import device_world
+
+    with device_world(rank, size) as world:
+        for dtype in DTYPES:
+            for rows, hidden in ((1, 8192), (8, 8192), (16, 3584), (3, 896), (70, 1024)):
+                call = rows * hidden
+                parts = [part(peer, call, rows * hidden, dtype).view(rows, hidden) for peer in range(size)]
+                residual, weight = part(90, call, rows * hidden, dtype).view(rows, hidden), part(91, call, hidden, dtype)
+                wanted = (expected_sum(parts).float() + residual.float()).to(dtype)
+                normed = torch.full_like(residual, float("nan"))
+                world.collectives.all_reduce_lamport_norm(parts[rank], residual, weight, 1e-6, normed)
+                assert torch.equal(bits(residual), bits(wanted)), (dtype, rows, hidden)
+                exact = wanted.double() * (wanted.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+                error = (normed.double() - exact).norm() / exact.norm()
+                assert error < {torch.bfloat16: 5e-3, torch.float16: 6e-4, torch.float32: 1e-6}[dtype], (error, dtype, rows)
+                assert len(set(world.agree(bits(normed).long().sum().item()))) == 1
+
+
+def check_deadline(rank: int, size: int) -> str:
+    """Rank 0 calls, the others do not: its kernel must come back by itself, and the record name a peer."""
+    from launch.errors import PeerTimeout
+    from tests.ranks.device_world import device_world
+
+    world = device_world(rank, size, deadline_s=1.0).__enter__()  # never closed: a broken world is left, not put in order
+    text = "fine"
+    if rank == 0:
+        world.collectives.all_reduce_lamport(torch.ones(8192, device="cuda", dtype=torch.bfloat16))
+        torch.cuda.synchronize()
+        try:
+            world.watch.check()
+        except PeerTimeout as error:
+            text = str(error)
+    world.agree("over")
+    return text
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_values(size):
+    run_ranks(size, check_values, timeout_s=240)
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_special_values(size):
+    run_ranks(size, check_special_values, timeout_s=120)
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_many_calls(size):
+    run_ranks(size, check_many_calls, 2000, timeout_s=240)
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_graph_replays(size):
+    run_ranks(size, check_graph, timeout_s=120)
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_norm(size):
+    run_ranks(size, check_norm, timeout_s=120)
+
+
+def test_a_missing_peer_is_named_before_the_deadline():
+    texts = run_ranks(2, check_deadline, timeout_s=90)
+    assert "rank 1 did not arrive at all_reduce_lamport (call 1)" in texts[0]
