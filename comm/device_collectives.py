@@ -1,8 +1,8 @@
 """All-reduces of ranks on GPUs of one machine, launched on a stream, capturable in a graph, never waiting for the host.
 
-One instance a rank. Every method is *collective* and *asynchronous*: it enqueues kernels on torch's current stream and returns. All
-ranks must enqueue the same calls with the same shapes in the same order. Call numbers live in device memory, so a captured graph
-can be replayed any number of times, mixed with eager calls.
+One instance a rank. Every method is *collective* and *asynchronous*: it enqueues kernels on torch's current stream and returns.
+All ranks must enqueue the same calls with the same shapes in the same order. Call numbers live in device memory, so a captured
+graph can be replayed any number of times, mixed with eager calls.
 """
 
 from __future__ import annotations

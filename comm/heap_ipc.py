@@ -68,8 +68,8 @@ class IpcHeap(DeviceHeap):
         except self._runtime.CUDARuntimeError as error:
             free, _ = self._runtime.memGetInfo()
             raise HeapExhausted(
-                f"a symmetric heap of {num_bytes >> 20} MiB does not fit GPU {self.device}, which has {free >> 20} MiB free ({error})"
-            ) from None
+                f"a symmetric heap of {num_bytes >> 20} MiB does not fit GPU {self.device}, which has {free >> 20} MiB free"
+            ) from error
         self._bases[self.rank] = base
         self._runtime.memset(base, 0, num_bytes)
         self._runtime.deviceSynchronize()

@@ -75,7 +75,7 @@ def check_special_values(rank: int, size: int) -> None:
                     parts = []
                     for peer in range(size):
                         order = random.Random(10 * peer + kind)
-                        row = [-0.0] * 512 if kind == 0 else [0.0] * 512 if kind == 1 else [order.choice(values) for _ in range(512)]
+                        row = [(-0.0, 0.0)[kind]] * 512 if kind < 2 else [order.choice(values) for _ in range(512)]
                         parts.append(torch.tensor(row, device="cuda").to(dtype))
                     out = torch.full((512,), 7.0, device="cuda", dtype=dtype)
                     getattr(world.collectives, name)(parts[rank], out)
