@@ -19,7 +19,7 @@ from launch.probe_gpus import ProbeFailed, ask, load_driver
 
 _NUM_BYTES = 2 << 20
 _SLOT_BYTES = 256  # a rank's own place in everybody's memory
-_GRACE_S = 5.0  # for a process that was told to end
+_GRACE_S = 2.0  # for a process that was told to end; it has little more to do than to leave
 
 
 class DeviceMemory(Protocol):
