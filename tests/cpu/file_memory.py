@@ -38,6 +38,8 @@ class FileMemory:
     def open(self, handle):
         if self.fault == "hang":
             time.sleep(600)
+        if self.fault == "slow":
+            time.sleep(1.0)
         path = Path(handle.decode())
         if not path.exists():
             raise RuntimeError("freed before it was closed")
@@ -51,7 +53,6 @@ class FileMemory:
 
     def close(self, address):
         self.maps.pop(address)[0].close()
-        time.sleep(0.05)  # time for a hasty owner to free
 
     def free(self, address):
         memory, path = self.maps.pop(address)

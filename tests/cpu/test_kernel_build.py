@@ -18,7 +18,7 @@ from kernels.build import Build
 from kernels.build_cache import BuildCache, Built
 from kernels.build_source import read_sources
 from kernels.build_usage import KernelUsage, kernel_usages
-from kernels.build_variants import Variant, find_variants, variants_of
+from kernels.build_variants import Variant, find_variants, variant_of, variants_of
 from launch.environment import cache_folder
 from launch.errors import KernelBuildError
 
@@ -341,6 +341,16 @@ def test_a_row_of_variants_stands_for_every_combination(tmp_path):
     )
 
 
+def test_a_launcher_gets_the_variants_of_the_table_only(tmp_path):
+    write(tmp_path, x_cu="", y_cu="")
+    (tmp_path / "x.variants.json").write_text('{"variants": [{"W": [2, 4], "T": "a"}]}')
+    assert variant_of(tmp_path / "x.cu", {"T": "a", "W": "4"}).label == "W=4,T=a"
+    assert variant_of(tmp_path / "y.cu", {}) == Variant(tmp_path / "y.cu")
+    for defines in ({"W": 8, "T": "a"}, {"W": 2}, {}, {"W": 2, "T": "a", "X": 1}):
+        with pytest.raises(KernelBuildError, match=r"x.variants.json has no variant .*; add it"):
+            variant_of(tmp_path / "x.cu", defines)
+
+
 @pytest.mark.parametrize(
     "table",
     [
@@ -375,11 +385,13 @@ def test_a_table_without_its_source_is_named(tmp_path):
 
 def test_a_cubin_holds_the_kernel_and_is_compiled_once(tree, nvrtc, tmp_path, monkeypatch):
     arguments = (tree / "src/add.cu", [tree / "lib", tree / "src"], {"N": 1})
+    (tree / "src/add.variants.json").write_text('{"include_dirs": ["../lib", "."], "variants": [{"N": 1}]}')
     cubin = Build(tmp_path / "cache").cubin(*arguments)
     assert cubin.startswith(b"\x7fELF") and b".text.add\0" in cubin
     assert Build().cubin(*arguments) == cubin
     monkeypatch.setattr(build, "_compile", lambda _: never())
     assert Build(tmp_path / "cache").cubin(*arguments) == cubin
+    assert variant_of(tree / "src/add.cu", {"N": 1}).built_by(Build(tmp_path / "cache")).cubin == cubin
 
 
 def test_what_does_not_compile_is_shown_with_its_line(tree, nvrtc):
@@ -387,7 +399,8 @@ def test_what_does_not_compile_is_shown_with_its_line(tree, nvrtc):
         Build().cubin(tree / "src/add.cu", [tree / "lib", tree / "src"])
 
 
-def test_a_header_that_the_scan_cannot_see_is_not_compiled_in(tree, nvrtc):
+def test_a_header_that_the_scan_cannot_see_is_not_compiled_in(tree, nvrtc, monkeypatch):
+    monkeypatch.chdir(tree / "src")  # where NVRTC would look by itself
     write(tree / "src", add_cu='#define H "hidden.cuh"\n#include H\n', hidden_cuh="")
     with pytest.raises(KernelBuildError, match="hidden.cuh"):
         Build().cubin(tree / "src/add.cu", [tree / "src"])

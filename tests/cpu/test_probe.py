@@ -85,8 +85,9 @@ def test_the_choice_follows_from_the_facts(facts, num_ranks, name, words):
 
 def test_only_the_gpus_that_ranks_use_decide():
     facts = node(4)
-    links = tuple(replace(link, can_access=link.second < 2) for link in facts.links)
-    assert choose(replace(facts, links=links), 2).name == "ipc"
+    links = tuple(replace(link, can_access=link.second < 2, num_nvlinks=18 * (link.second < 2)) for link in facts.links)
+    pair = choose(replace(facts, links=links), 2)
+    assert pair.name == "ipc" and "NVLink between all GPUs" in pair.reasons[1]
     assert choose(replace(facts, links=links), 3).name == "nccl"
 
 
@@ -211,7 +212,7 @@ class MadeUpNvml:
 @pytest.mark.parametrize(
     "lanes, status, expected",
     [
-        ((["00000000:01:00.0"] * 4 + ["00000000:05:00.0"] * 4, ["00000000:00:00.0"] * 4), 0, 4),  # direct, and to others
+        ((["00000000:01:00.0"] * 4 + ["00000000:05:00.0"] * 4, ["00000000:00:00.0"] * 4 + ["x"] * 4), 0, 4),  # and others
         ((["00000000:AA:00.0"] * 16, ["00000000:AA:00.0"] * 12), 0, 12),  # through a switch
         (([None] * 16, [None] * 16), 0, 16),  # a virtual machine
         (([None] * 16, [None] * 16), 1, 0),
@@ -235,6 +236,10 @@ def test_a_trial_that_works_leaves_nothing(tmp_path, devices):
     trial = run_trial(tmp_path, devices=devices)
     assert trial == IpcTrial(devices, True, f"{len(devices)} processes mapped, read and wrote each other's 2 MiB")
     assert not list(tmp_path.iterdir()), "every process freed its memory, after all had closed it"
+
+
+def test_nobody_frees_before_a_slow_peer_has_closed(tmp_path):
+    assert run_trial(tmp_path, "slow").is_working
 
 
 @pytest.mark.parametrize(
