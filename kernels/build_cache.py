@@ -7,7 +7,6 @@ written, a full disk or a lock that is not given up in time costs time, said onc
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import os
@@ -109,10 +108,8 @@ class BuildCache:
                 return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 time.sleep(_POLL_S)
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise
-                return  # a network file system without locks
+            except OSError:
+                return  # a file system without locks
 
     def _publish(self, path: Path, data: bytes) -> None:
         temporary = ""

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kernels.build import DEFAULT_ARCH, Build, Defines
+from kernels.build_cache import Built
 from launch.errors import KernelBuildError
 
 _KEYS = {"include_dirs", "options", "variants", "spills_allowed"}
@@ -39,6 +41,10 @@ class Variant:
     def label(self) -> str:
         """The macros, for people and file names; empty without macros."""
         return ",".join(f"{name}={value}" for name, value in self.defines)
+
+    def built_by(self, build: Build, arch: str = DEFAULT_ARCH) -> Built:
+        """Its cubin and log. *Raises* `KernelBuildError`."""
+        return build.built(self.source, self.include_dirs, dict(self.defines), arch, self.options)
 
 
 def find_variants(roots: Iterable[Path]) -> list[Variant]:
@@ -60,6 +66,20 @@ def variants_of(source: Path) -> list[Variant]:
         return list(_rows(source, table))
     except (OSError, UnicodeDecodeError, ValueError, TypeError) as error:
         raise KernelBuildError(f"{path} is not a table of variants: {error}") from error
+
+
+def variant_of(source: Path, defines: Defines) -> Variant:
+    """The variant of `source` with exactly these macros, in any order: what a launcher asks for at run time.
+
+    Going through the table keeps `make kernels` honest: nothing is launched that it does not compile. *Raises*
+    `KernelBuildError` when the table has no such row.
+    """
+    wanted = {name: str(value) for name, value in defines.items()}
+    for variant in variants_of(source):
+        if {name: str(value) for name, value in variant.defines} == wanted:
+            return variant
+    label = ",".join(f"{name}={value}" for name, value in wanted.items()) or "no macros"
+    raise KernelBuildError(f"{_table_of(source)} has no variant {label}; add it, so that it is compiled ahead as well")
 
 
 def _table_of(source: Path) -> Path:

@@ -63,9 +63,7 @@ def compile_variants(
 
 def _compile(variant: Variant, arch: str, cache_dir: Path | None, output: Path | None) -> Outcome:
     try:
-        built = Build(cache_dir).built(
-            variant.source, variant.include_dirs, dict(variant.defines), arch, variant.options
-        )
+        built = variant.built_by(Build(cache_dir), arch)
         usages = kernel_usages(built.log)
         if not usages:
             raise KernelBuildError(f"{variant.source} defines no kernel for {variant.label or 'no macros'}")

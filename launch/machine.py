@@ -1,10 +1,13 @@
-"""What this machine has: memory now; more in `launch.probe` for GPUs."""
+"""What this machine has: its memory, shared memory and processor; more in `launch.probe` for GPUs."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 CGROUP_V2 = Path("/sys/fs/cgroup")
+CGROUP_V1_MEMORY = CGROUP_V2 / "memory"
+_NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as a number near 2**63
 
 
 def available_memory_bytes() -> int:
@@ -14,6 +17,20 @@ def available_memory_bytes() -> int:
     if limit is not None and used is not None:
         available = min(available, max(0, limit - used))
     return available
+
+
+def memory_limit_bytes(v2: Path = CGROUP_V2, v1: Path = CGROUP_V1_MEMORY) -> int | None:
+    """The memory limit of this process's container, None without one. Seen from inside, its cgroup is the root one."""
+    limit = _read_int(v2 / "memory.max")
+    if limit is None:
+        limit = _read_int(v1 / "memory.limit_in_bytes")
+    return None if limit is None or limit >= _NO_LIMIT_BYTES else limit
+
+
+def shared_memory_bytes(folder: Path = Path("/dev/shm")) -> tuple[int, int]:
+    """Size and free bytes of the file system of POSIX shared memory. *Raises* `OSError` when there is none."""
+    status = os.statvfs(folder)
+    return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
 
 
 def _meminfo_available() -> int:
