@@ -22,8 +22,12 @@ MAX_RANKS = 8
 UNIT_BYTES, PACKET_BYTES = 8, 16
 ELEMS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 LAMPORT_CTAS, LAMPORT_THREADS = 64, 512
-CTA_PACKETS = 1024  # of one CTA and source; one row of 8192 bf16, or two rounds of 512 threads, is 2048 or 1024 units
-ONE_SHOT_CTAS, TWO_SHOT_CTAS = 32, 64
+CTA_PACKETS = 2048  # of one CTA and source
+SENTINEL_CTAS, SENTINEL_THREADS, CTA_VECTORS = 128, 512, 1024
+NORM_ROWS, NORM_CTAS, NORM_THREADS, NORM_PACKETS = 32, 8, 256, 1024  # rows a call, most CTAs a row, packets a CTA
+ONE_SHOT_CTAS, TWO_SHOT_CTAS = 32, 128
+ONE_SHOT_THREADS, TWO_SHOT_THREADS = 512, 512
+EPOCH_BANKS, EPOCH_WORDS = 6, 256  # counters of each kind of call, one a CTA
 
 
 class _Pointers(ctypes.Array):
@@ -45,19 +49,30 @@ class NormParams(ctypes.Structure):
     ]  # fmt: skip
 
 
+class SentinelParams(ctypes.Structure):
+    _fields_ = [
+        ("x", ctypes.c_uint64), ("out", ctypes.c_uint64), ("inbox", _Pointers), ("epochs", ctypes.c_uint64),
+        ("used", ctypes.c_uint64), ("watch", WatchParams), ("num_elems", ctypes.c_int64), ("rank", ctypes.c_uint32),
+        ("size", ctypes.c_uint32), ("max_ctas", ctypes.c_uint32), ("cta_vectors", ctypes.c_uint32),
+        ("is_aligned", ctypes.c_uint32),
+    ]  # fmt: skip
+
+
 class OneShotParams(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_uint64), ("out", ctypes.c_uint64), ("parts", _Pointers), ("flags", _Pointers),
-        ("epochs", ctypes.c_uint64), ("watch", WatchParams), ("num_elems", ctypes.c_int64), ("slot_units", ctypes.c_int64),
-        ("rank", ctypes.c_uint32), ("size", ctypes.c_uint32), ("is_aligned", ctypes.c_uint32),
+        ("epochs", ctypes.c_uint64), ("watch", WatchParams), ("num_elems", ctypes.c_int64), ("rank", ctypes.c_uint32),
+        ("size", ctypes.c_uint32), ("max_ctas", ctypes.c_uint32), ("cta_units", ctypes.c_uint32),
+        ("is_aligned", ctypes.c_uint32),
     ]  # fmt: skip
 
 
 class TwoShotParams(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_uint64), ("out", ctypes.c_uint64), ("parts", _Pointers), ("flags", _Pointers),
-        ("epochs", ctypes.c_uint64), ("watch", WatchParams), ("num_elems", ctypes.c_int64), ("slot_vectors", ctypes.c_int64),
-        ("rank", ctypes.c_uint32), ("size", ctypes.c_uint32), ("max_ctas", ctypes.c_uint32), ("is_aligned", ctypes.c_uint32),
+        ("epochs", ctypes.c_uint64), ("watch", WatchParams), ("num_elems", ctypes.c_int64), ("rank", ctypes.c_uint32),
+        ("size", ctypes.c_uint32), ("max_ctas", ctypes.c_uint32), ("cta_vectors", ctypes.c_uint32),
+        ("is_aligned", ctypes.c_uint32),
     ]  # fmt: skip
 
 
@@ -68,18 +83,24 @@ class Capacity:
     one_shot_bytes: int = 1 << 20
     two_shot_bytes: int = 64 << 20
 
+    def two_shot_cta_vectors(self, size: int) -> int:
+        """16-byte vectors that one CTA holds of one rank's share, in whole rounds of its threads."""
+        share = -(-self.two_shot_bytes // 16 // size)
+        return -(-share // (TWO_SHOT_CTAS * TWO_SHOT_THREADS)) * TWO_SHOT_THREADS
+
 
 def layout_for(size: int, capacity: Capacity = Capacity()) -> Layout:
     """The heap that `DeviceCollectives` of `size` ranks needs."""
     return Layout.of(
         [
-            Region("lamport_inbox", 2 * size * LAMPORT_CTAS * 2 * CTA_PACKETS * PACKET_BYTES),
-            Region("norm_inbox", 2 * size * LAMPORT_CTAS * 4 * CTA_PACKETS * PACKET_BYTES),
+            Region("lamport_inbox", 2 * size * LAMPORT_CTAS * CTA_PACKETS * PACKET_BYTES),
+            Region("norm_inbox", 2 * size * NORM_ROWS * NORM_CTAS * NORM_PACKETS * PACKET_BYTES),
+            Region("sentinel_inbox", 3 * size * SENTINEL_CTAS * CTA_VECTORS * 16),
             Region("one_shot_parts", 2 * capacity.one_shot_bytes),
             Region("one_shot_flags", ONE_SHOT_CTAS * size * 4),
-            Region("two_shot_parts", 2 * capacity.two_shot_bytes),
+            Region("two_shot_parts", 2 * TWO_SHOT_CTAS * size * capacity.two_shot_cta_vectors(size) * 16),
             Region("two_shot_flags", 2 * TWO_SHOT_CTAS * size * 4),
-            Region("epochs", 4 * 4 * LAMPORT_CTAS),
+            Region("epochs", EPOCH_BANKS * EPOCH_WORDS * 4),
         ]
     )
 
@@ -87,94 +108,147 @@ def layout_for(size: int, capacity: Capacity = Capacity()) -> Layout:
 class DeviceCollectives:
     """`kernels[name, dtype]` are the compiled entry points; `heap` has the layout of `layout_for`."""
 
-    def __init__(self, heap: DeviceHeap, watch: DeviceWatch, kernels: Any, capacity: Capacity = Capacity(), is_pdl: bool = True):
+    def __init__(
+        self,
+        heap: DeviceHeap,
+        watch: DeviceWatch,
+        kernels: Any,
+        capacity: Capacity = Capacity(),
+        is_pdl: bool = True,
+        ranks_per_gpu: int = 1,
+    ):
+        """`ranks_per_gpu` above 1 (under MPS) takes smaller grids: a kernel spins until its peers' kernels answer, so those of
+        all ranks of a GPU, and the ones launched early behind them, must fit on it together.
+        """
+        self._grid_share = 1 if ranks_per_gpu == 1 else 2 * ranks_per_gpu
         self.heap, self.watch, self.capacity, self.is_pdl = heap, watch, capacity, is_pdl
         self.rank, self.size = heap.rank, heap.size
         self._kernels = kernels
+        heap.fill("sentinel_inbox", 0xFF)
 
     def all_reduce_lamport(self, x: torch.Tensor, out: torch.Tensor | None = None, threads: int = 128) -> torch.Tensor:
         """Sum of `x` over the ranks into `out` (default: in place). Messages beyond one call's room go in several."""
         out = x if out is None else out
         self._check(x, out)
-        room = LAMPORT_CTAS * 2 * CTA_PACKETS * UNIT_BYTES // x.element_size()
+        room = self._most(LAMPORT_CTAS) * CTA_PACKETS * UNIT_BYTES // x.element_size()
         for start in range(0, x.numel(), room):
             self._lamport_once(x.view(-1)[start : start + room], out.view(-1)[start : start + room], threads)
         return out
 
     def _lamport_once(self, x: torch.Tensor, out: torch.Tensor, threads: int) -> None:
         units = -(-x.numel() * x.element_size() // UNIT_BYTES)
-        ctas = min(LAMPORT_CTAS, -(-units // threads))
-        if -(-units // (ctas * threads)) * threads > 2 * CTA_PACKETS:
-            threads = LAMPORT_THREADS
-            ctas = min(LAMPORT_CTAS, -(-units // threads))
-        params = self._lamport_params("lamport_inbox", 0, x, out, 2 * CTA_PACKETS)
+        ctas = min(self._most(LAMPORT_CTAS), -(-units // threads))
+        params = self._lamport_params("lamport_inbox", 0, x, out, LAMPORT_CTAS, CTA_PACKETS)
         self._launch("all_reduce_lamport", x.dtype, ctas, threads, params)
 
+    def all_reduce_sentinel(
+        self, x: torch.Tensor, out: torch.Tensor | None = None, threads: int = SENTINEL_THREADS
+    ) -> torch.Tensor:
+        """As `all_reduce_lamport`, for larger messages: half the bytes, and what was read is cleared."""
+        out = x if out is None else out
+        self._check(x, out)
+        room = self._most(SENTINEL_CTAS) * CTA_VECTORS * 16 // x.element_size()
+        for start in range(0, x.numel(), room):
+            source, target = x.view(-1)[start : start + room], out.view(-1)[start : start + room]
+            vectors = -(-source.numel() * x.element_size() // 16)
+            params = SentinelParams(
+                source.data_ptr(), target.data_ptr(), self._addresses("sentinel_inbox"), self._epochs(4), self._epochs(5),
+                self.watch.params, source.numel(), self.rank, self.size, SENTINEL_CTAS, CTA_VECTORS,
+                _is_aligned(16, source, target),
+            )  # fmt: skip
+            self._launch("all_reduce_sentinel", x.dtype, min(self._most(SENTINEL_CTAS), -(-vectors // threads)), threads, params)
+        return out
+
     def all_reduce_lamport_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, normed: torch.Tensor, threads: int = 1024
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        normed: torch.Tensor,
+        threads: int = NORM_THREADS,
+        ctas: int = NORM_CTAS,
     ) -> torch.Tensor:
         """`residual += sum of x over the ranks; normed = RMSNorm(residual) * weight`, all `[rows, hidden]` of one dtype.
 
-        Rows beyond one call's go in several.
+        A cluster of up to `ctas` CTAs takes a row. Rows beyond one call's go in several.
         """
         rows, hidden = x.shape
         self._check(x, residual, normed, weight)
-        for start in range(0, rows, LAMPORT_CTAS):
-            part = slice(start, min(start + LAMPORT_CTAS, rows))
-            reduce = self._lamport_params("norm_inbox", 1, x[part], normed[part], 4 * CTA_PACKETS)
+        units = -(-hidden * x.element_size() // UNIT_BYTES)
+        while ctas > 1 and units <= ctas // 2 * threads:
+            ctas //= 2
+        if -(-units // (ctas * threads)) * threads > NORM_PACKETS:
+            raise ValueError(f"a row of {hidden} elements does not fit {ctas} CTAs of {threads} threads")
+        room = self._most(NORM_ROWS)
+        for start in range(0, rows, room):
+            part = slice(start, min(start + room, rows))
+            reduce = self._lamport_params("norm_inbox", 1, x[part], normed[part], NORM_ROWS * NORM_CTAS, NORM_PACKETS)
             params = NormParams(
                 reduce, residual[part].data_ptr(), normed[part].data_ptr(), weight.data_ptr(), eps, hidden
             )  # fmt: skip
-            self._launch("all_reduce_lamport_norm", x.dtype, x[part].shape[0], threads, params)
+            self._launch("all_reduce_lamport_norm", x.dtype, x[part].shape[0] * ctas, threads, params, cluster=ctas)
         return normed
 
-    def all_reduce_one_shot(self, x: torch.Tensor, out: torch.Tensor | None = None, threads: int = 512) -> torch.Tensor:
+    def all_reduce_one_shot(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         out = x if out is None else out
         self._check(x, out)
-        room = self.capacity.one_shot_bytes // x.element_size()
+        cta_units = self.capacity.one_shot_bytes // UNIT_BYTES // ONE_SHOT_CTAS
+        most = self._most(ONE_SHOT_CTAS)
+        room = most * cta_units * UNIT_BYTES // x.element_size()
         for start in range(0, x.numel(), room):
             source, target = x.view(-1)[start : start + room], out.view(-1)[start : start + room]
             units = -(-source.numel() * x.element_size() // UNIT_BYTES)
             params = OneShotParams(
                 source.data_ptr(), target.data_ptr(), self._addresses("one_shot_parts"), self._addresses("one_shot_flags"),
-                self._epochs(2), self.watch.params, source.numel(), self.capacity.one_shot_bytes // UNIT_BYTES,
-                self.rank, self.size, _is_aligned(8, source, target),
+                self._epochs(2), self.watch.params, source.numel(), self.rank, self.size, ONE_SHOT_CTAS,
+                cta_units, _is_aligned(8, source, target),
             )  # fmt: skip
-            self._launch("all_reduce_one_shot", x.dtype, min(ONE_SHOT_CTAS, -(-units // threads)), threads, params)
+            ctas = min(most, -(-units // ONE_SHOT_THREADS))
+            self._launch("all_reduce_one_shot", x.dtype, ctas, ONE_SHOT_THREADS, params)
         return out
 
-    def all_reduce_two_shot(self, x: torch.Tensor, out: torch.Tensor | None = None, threads: int = 512) -> torch.Tensor:
+    def all_reduce_two_shot(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         out = x if out is None else out
         self._check(x, out)
-        room = self.capacity.two_shot_bytes // x.element_size()
+        most = self._most(TWO_SHOT_CTAS)
+        room = most * self.size * self.capacity.two_shot_cta_vectors(self.size) * 16 // x.element_size()
         for start in range(0, x.numel(), room):
             source, target = x.view(-1)[start : start + room], out.view(-1)[start : start + room]
             vectors = -(-source.numel() * x.element_size() // 16)
             is_aligned = _is_aligned(16, source, target) and source.numel() * x.element_size() % 16 == 0
             params = TwoShotParams(
                 source.data_ptr(), target.data_ptr(), self._addresses("two_shot_parts"), self._addresses("two_shot_flags"),
-                self._epochs(3), self.watch.params, source.numel(), self.capacity.two_shot_bytes // 16,
-                self.rank, self.size, TWO_SHOT_CTAS, is_aligned,
+                self._epochs(3), self.watch.params, source.numel(), self.rank, self.size, TWO_SHOT_CTAS,
+                self.capacity.two_shot_cta_vectors(self.size), is_aligned,
             )  # fmt: skip
-            ctas = min(TWO_SHOT_CTAS, max(1, -(-vectors // (self.size * threads))))
-            self._launch("all_reduce_two_shot", x.dtype, ctas, threads, params)
+            ctas = min(most, -(-vectors // (self.size * TWO_SHOT_THREADS)))
+            self._launch("all_reduce_two_shot", x.dtype, ctas, TWO_SHOT_THREADS, params)
         return out
 
-    def _lamport_params(self, inbox: str, bank: int, x: torch.Tensor, out: torch.Tensor, packets: int) -> LamportParams:
+    def _lamport_params(
+        self, inbox: str, bank: int, x: torch.Tensor, out: torch.Tensor, max_ctas: int, packets: int
+    ) -> LamportParams:
         return LamportParams(
             x.data_ptr(), out.data_ptr(), self._addresses(inbox), self._epochs(bank), self.watch.params, x.numel(),
-            self.rank, self.size, LAMPORT_CTAS, packets, _is_aligned(8, x, out),
+            self.rank, self.size, max_ctas, packets, _is_aligned(8, x, out),
         )  # fmt: skip
+
+    def _most(self, ctas: int) -> int:
+        """The largest grid this rank may launch, of at most `ctas`."""
+        return max(1, ctas // self._grid_share)
 
     def _addresses(self, region: str) -> Any:
         return _Pointers(*(self.heap.address(peer, region) for peer in range(self.size)))
 
     def _epochs(self, bank: int) -> int:
-        return self.heap.address(self.rank, "epochs") + bank * 4 * LAMPORT_CTAS
+        return self.heap.address(self.rank, "epochs") + bank * 4 * EPOCH_WORDS
 
-    def _launch(self, name: str, dtype: torch.dtype, ctas: int, threads: int, params: ctypes.Structure) -> None:
+    def _launch(
+        self, name: str, dtype: torch.dtype, ctas: int, threads: int, params: ctypes.Structure, cluster: int = 1
+    ) -> None:
         stream = torch.cuda.current_stream().cuda_stream
-        self._kernels[name, dtype].launch(ctas, threads, (params,), stream, is_pdl=self.is_pdl)
+        self._kernels[name, dtype].launch(ctas, threads, (params,), stream, cluster=cluster, is_pdl=self.is_pdl)
 
     def _check(self, *tensors: torch.Tensor) -> None:
         for tensor in tensors:

@@ -14,6 +14,7 @@ SITES = {
     5: "all_reduce_two_shot, shares",
     6: "signal_put",
     7: "signal_take",
+    8: "all_reduce_sentinel",
 }
 
 
@@ -26,7 +27,7 @@ class _Record(ctypes.Structure):
 class WatchParams(ctypes.Structure):
     """`Watch` of `comm/cuda/wait.cuh`."""
 
-    _fields_ = [("record", ctypes.c_uint64), ("limit_ns", ctypes.c_uint64)]
+    _fields_ = [("record", ctypes.c_uint64), ("aborted", ctypes.c_uint64), ("limit_ns", ctypes.c_uint64)]
 
 
 class DeviceWatch:
@@ -38,8 +39,10 @@ class DeviceWatch:
         self._memory = cupy.cuda.PinnedMemory(ctypes.sizeof(_Record), cupy.cuda.runtime.hostAllocMapped)
         self._record = _Record.from_address(self._memory.ptr)
         ctypes.memset(self._memory.ptr, 0, ctypes.sizeof(_Record))
+        self._aborted = cupy.cuda.Memory(256)
+        cupy.cuda.runtime.memset(self._aborted.ptr, 0, 256)
         # With unified addressing the device finds host-mapped memory at the host's own address.
-        self.params = WatchParams(self._memory.ptr, int(deadline_s * 1e9))
+        self.params = WatchParams(self._memory.ptr, self._aborted.ptr, int(deadline_s * 1e9))
 
     def check(self) -> None:
         """*Raises* `PeerTimeout` if a kernel of this rank gave up. Reads host memory only: no synchronisation."""

@@ -92,5 +92,9 @@ class DeviceHeap(ABC):
         """Unmap and free. *Collective*: all ranks close. Idempotent."""
 
     @abstractmethod
+    def fill(self, name: str, byte: int) -> None:
+        """Set all bytes of this rank's own region `name`, and wait for it. Before peers may write there: barrier afterwards."""
+
+    @abstractmethod
     def abandon(self) -> None:
         """Forget the memory without waiting for peers, because one is gone. The end of the process frees it."""

@@ -59,6 +59,11 @@ class IpcHeap(DeviceHeap):
         self._runtime.free(self._bases[self.rank])
         self._bases = [0] * self.size
 
+    def fill(self, name: str, byte: int) -> None:
+        span = self.layout.span(name)
+        self._runtime.memset(self.address(self.rank, name), byte, span.stop - span.start)
+        self._runtime.deviceSynchronize()
+
     def abandon(self) -> None:
         self._bases = [0] * self.size
 

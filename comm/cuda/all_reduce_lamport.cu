@@ -76,7 +76,7 @@ __device__ __forceinline__ void count_call(const LamportParams& p, u32 epoch) {
 
 extern "C" __global__ void __launch_bounds__(512) all_reduce_lamport(const __grid_constant__ LamportParams p) {
     wait_for_prerequisites();
-    u32 epoch = p.epochs[blockIdx.x] + 1;
+    u32 epoch = ld_relaxed_sys(p.epochs + blockIdx.x) + 1;
     long stride = static_cast<long>(gridDim.x) * blockDim.x;
     long begin = static_cast<long>(blockIdx.x) * blockDim.x + threadIdx.x;
     long num_units = (p.num_elems + UNIT_ELEMS - 1) / UNIT_ELEMS;
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(512) all_reduce_lamport(const __gri
 }
 
 struct NormParams {
-    LamportParams reduce;      // x: [rows, hidden]; `out` is not used
+    LamportParams reduce;      // x: [rows, hidden]; `out` is not used; max_ctas counts CTAs of all rows
     elem_bits* residual;       // [rows, hidden]: read, and overwritten by the new residual
     elem_bits* normed;         // [rows, hidden]
     const elem_bits* weight;   // [hidden]
@@ -104,75 +104,93 @@ struct NormParams {
     u32 hidden;                // elements a row; a multiple of UNIT_ELEMS, pointers 8-byte aligned
 };
 
-constexpr int NORM_MAX_UNITS = 4;  // units a thread: hidden up to 512 * 4 * UNIT_ELEMS per CTA
+constexpr int NORM_MAX_UNITS = 4;   // units a thread
+constexpr int NORM_MAX_CTAS = 8;    // CTAs a row, one cluster
+constexpr int NORM_MAX_WARPS = 32;  // warps a CTA
 
-// One row a CTA: residual += sum over ranks of x; normed = RMSNorm(residual) * weight. Rounding as the separate steps have it: the
-// sum is rounded, then the new residual is, then the norm is taken of the rounded values and rounded before the weight.
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ u32 cluster_size() {
+    u32 size;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    return size;
+}
+
+// Give `value` to `target` in the shared memory of CTA `rank` of the cluster.
+__device__ __forceinline__ void st_cluster(float* target, u32 rank, float value) {
+    u32 own = static_cast<u32>(__cvta_generic_to_shared(target)), remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(own), "r"(rank));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+}
+
+// One row a cluster: residual += sum over ranks of x; normed = RMSNorm(residual) * weight. Rounding as the separate steps have it:
+// the sum is rounded, then the new residual is, then the norm is taken of the rounded values and rounded before the weight.
 extern "C" __global__ void __launch_bounds__(1024) all_reduce_lamport_norm(const __grid_constant__ NormParams n) {
     const LamportParams& p = n.reduce;
-    __shared__ float partial[32];
-    u32 units = n.hidden / UNIT_ELEMS;
-    long row = static_cast<long>(blockIdx.x) * n.hidden;
+    __shared__ float partial[NORM_MAX_CTAS * NORM_MAX_WARPS];  // of every warp of the row
+    u32 ctas = cluster_size(), cta = cluster_rank(), warps = blockDim.x / 32;
+    u32 units = n.hidden / UNIT_ELEMS, step = ctas * blockDim.x, begin = cta * blockDim.x + threadIdx.x;
+    long row = static_cast<long>(blockIdx.x / ctas) * n.hidden;
     // The weight does not depend on the kernel before.
     Unit weight[NORM_MAX_UNITS];
 #pragma unroll
-    for (int k = 0; k < NORM_MAX_UNITS; ++k) {
-        u32 unit = threadIdx.x + k * blockDim.x;
-        if (unit < units) weight[k].word = *reinterpret_cast<const u64*>(n.weight + unit * UNIT_ELEMS);
-    }
+    for (int k = 0; k < NORM_MAX_UNITS; ++k)
+        if (begin + k * step < units) weight[k].word = *reinterpret_cast<const u64*>(n.weight + (begin + k * step) * UNIT_ELEMS);
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this CTA runs: its shared memory may be written
     wait_for_prerequisites();
-    u32 epoch = p.epochs[blockIdx.x] + 1;
-    Unit value[NORM_MAX_UNITS];
+    u32 epoch = ld_relaxed_sys(p.epochs + blockIdx.x) + 1;
+    Unit value[NORM_MAX_UNITS], residual[NORM_MAX_UNITS];
 #pragma unroll
     for (int k = 0; k < NORM_MAX_UNITS; ++k) {
-        u32 unit = threadIdx.x + k * blockDim.x;
-        if (unit < units) {
-            value[k].word = *reinterpret_cast<const u64*>(p.x + row + unit * UNIT_ELEMS);
-            send(p, value[k], epoch, unit);
+        if (begin + k * step < units) {
+            value[k].word = *reinterpret_cast<const u64*>(p.x + row + (begin + k * step) * UNIT_ELEMS);
+            residual[k].word = *reinterpret_cast<const u64*>(n.residual + row + (begin + k * step) * UNIT_ELEMS);
         }
     }
-    let_dependents_start();
-    Unit residual[NORM_MAX_UNITS];
 #pragma unroll
-    for (int k = 0; k < NORM_MAX_UNITS; ++k) {
-        u32 unit = threadIdx.x + k * blockDim.x;
-        if (unit < units) residual[k].word = *reinterpret_cast<const u64*>(n.residual + row + unit * UNIT_ELEMS);
-    }
+    for (int k = 0; k < NORM_MAX_UNITS; ++k)
+        if (begin + k * step < units) send(p, value[k], epoch, threadIdx.x + k * blockDim.x);
+    let_dependents_start();
     float squares = 0.0f;
 #pragma unroll
     for (int k = 0; k < NORM_MAX_UNITS; ++k) {
-        u32 unit = threadIdx.x + k * blockDim.x;
-        if (unit < units) {
+        if (begin + k * step < units) {
             float sum[UNIT_ELEMS];
-            receive(p, value[k], epoch, unit, SITE_ALL_REDUCE_NORM, sum);
+            receive(p, value[k], epoch, threadIdx.x + k * blockDim.x, SITE_ALL_REDUCE_NORM, sum);
 #pragma unroll
             for (int i = 0; i < UNIT_ELEMS; ++i) {
                 float fresh = to_float(from_float(to_float(from_float(sum[i])) + to_float(residual[k].elems[i])));
                 value[k].elems[i] = from_float(fresh);
                 squares += fresh * fresh;
             }
-            *reinterpret_cast<u64*>(n.residual + row + unit * UNIT_ELEMS) = value[k].word;
+            *reinterpret_cast<u64*>(n.residual + row + (begin + k * step) * UNIT_ELEMS) = value[k].word;
         }
     }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
-    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = squares;
-    __syncthreads();
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all CTAs of the row run
+    // Every warp tells every CTA of the row: one barrier, and all threads and ranks add in one order.
+    if (threadIdx.x % 32 < ctas) st_cluster(partial + cta * warps + threadIdx.x / 32, threadIdx.x % 32, squares);
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
     float total = 0.0f;
-    for (u32 warp = 0; warp < blockDim.x / 32; ++warp) total += partial[warp];  // one order for all threads and ranks
+    for (u32 i = 0; i < ctas * warps; ++i) total += partial[i];
     float scale = rsqrtf(total / n.hidden + n.eps);
 #pragma unroll
     for (int k = 0; k < NORM_MAX_UNITS; ++k) {
-        u32 unit = threadIdx.x + k * blockDim.x;
-        if (unit < units) {
+        if (begin + k * step < units) {
             Unit out;
 #pragma unroll
             for (int i = 0; i < UNIT_ELEMS; ++i) {
                 float normed = to_float(from_float(to_float(value[k].elems[i]) * scale));
                 out.elems[i] = from_float(normed * to_float(weight[k].elems[i]));
             }
-            *reinterpret_cast<u64*>(n.normed + row + unit * UNIT_ELEMS) = out.word;
+            *reinterpret_cast<u64*>(n.normed + row + (begin + k * step) * UNIT_ELEMS) = out.word;
         }
     }
+    // No CTA may end while another could still write into its shared memory: the barrier above came after the last such write.
     count_call(p, epoch);
 }

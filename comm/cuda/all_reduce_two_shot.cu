@@ -4,7 +4,8 @@
 // Flags as in `all_reduce_one_shot`, two barriers a call: one when the parts are in place, one when the shares are. A CTA adds and
 // gathers the same units of every share, so the second barrier, too, is between CTAs of equal number only.
 //
-// One data slot is not enough, two are: as for the one-shot, with the second barrier of call e - 1 in the place of the first.
+// One data slot is not enough, two are: as for the one-shot, with the second barrier of call e - 1 in the place of the first. And as
+// there, each CTA has a part of the slots to itself.
 //
 // Numbers: fp32 sums in rank order, rounded once by the one rank that adds: the same bits everywhere.
 #include "wait.cuh"
@@ -19,19 +20,20 @@ struct __align__(16) Vector {
 struct TwoShotParams {
     const elem_bits* x;
     elem_bits* out;
-    Vector* parts[MAX_RANKS];  // of every rank: [2 slots][slot_vectors] of 16 bytes
+    Vector* parts[MAX_RANKS];  // of every rank: [2 slots][max_ctas][size owners][cta_vectors] of 16 bytes
     u32* flags[MAX_RANKS];     // of every rank: [2 barriers][max_ctas][size]
     u32* epochs;
     Watch watch;
     long num_elems;
-    long slot_vectors;
     u32 rank;
     u32 size;
     u32 max_ctas;
+    u32 cta_vectors;
     u32 is_aligned;            // x and out are 16-byte aligned and num_elems fills whole vectors
 };
 
 constexpr int VECTOR_ELEMS = 2 * UNIT_ELEMS;
+constexpr int UNROLL = 4;  // loads over the link in flight a thread: a round trip takes about a microsecond
 
 __device__ __forceinline__ void meet(const TwoShotParams& p, u32 barrier, u32 epoch, u32 site) {
     __syncthreads();  // the CTA's stores before its flags
@@ -72,46 +74,62 @@ __device__ __forceinline__ Vector load_peer(const Vector* source) {
 
 extern "C" __global__ void __launch_bounds__(512) all_reduce_two_shot(const __grid_constant__ TwoShotParams p) {
     wait_for_prerequisites();
-    u32 epoch = p.epochs[blockIdx.x] + 1;
+    u32 epoch = ld_relaxed_sys(p.epochs + blockIdx.x) + 1;
     long num_vectors = (p.num_elems + VECTOR_ELEMS - 1) / VECTOR_ELEMS;
     long share = (num_vectors + p.size - 1) / p.size;
-    long slot = (epoch & 1) * p.slot_vectors;
+    long area = (static_cast<long>(epoch & 1) * p.max_ctas + blockIdx.x) * p.size * p.cta_vectors + threadIdx.x;
     long stride = static_cast<long>(gridDim.x) * blockDim.x;
     long begin = static_cast<long>(blockIdx.x) * blockDim.x + threadIdx.x;
     for (u32 owner = 0; owner < p.size; ++owner) {
         long first = owner * share, last = first + share < num_vectors ? first + share : num_vectors;
-        for (long i = begin; first + i < last; i += stride) p.parts[p.rank][slot + first + i] = load_vector(p, p.x, first + i);
+        Vector* target = p.parts[p.rank] + area + owner * p.cta_vectors;
+        for (long i = begin; first + i < last; i += stride, target += blockDim.x) *target = load_vector(p, p.x, first + i);
     }
     meet(p, 0, epoch, SITE_TWO_SHOT_PARTS);
     long first = p.rank * share, last = first + share < num_vectors ? first + share : num_vectors;
-    for (long i = begin; first + i < last; i += stride) {
-        float sum[VECTOR_ELEMS];
-        Vector part[MAX_RANKS];
+    long local = area + p.rank * p.cta_vectors;
+    for (long i = begin; first + i < last; i += UNROLL * stride, local += UNROLL * blockDim.x) {
+        float sum[UNROLL][VECTOR_ELEMS];
+#pragma unroll 1
+        for (u32 source = 0; source < p.size; ++source) {
+            Vector part[UNROLL];
 #pragma unroll
-        for (u32 source = 0; source < MAX_RANKS; ++source)  // all loads in flight before the first is used
-            if (source < p.size) part[source] = load_peer(p.parts[source] + slot + first + i);
+            for (int k = 0; k < UNROLL; ++k)
+                if (first + i + k * stride < last) part[k] = load_peer(p.parts[source] + local + k * blockDim.x);
 #pragma unroll
-        for (u32 source = 0; source < MAX_RANKS; ++source) {
-            if (source >= p.size) continue;
+            for (int k = 0; k < UNROLL; ++k)
 #pragma unroll
-            for (int j = 0; j < VECTOR_ELEMS; ++j) {
-                float value = to_float(part[source].unit[j / UNIT_ELEMS].elems[j % UNIT_ELEMS]);
-                sum[j] = source == 0 ? value : sum[j] + value;
-            }
+                for (int j = 0; j < VECTOR_ELEMS; ++j) {
+                    float value = to_float(part[k].unit[j / UNIT_ELEMS].elems[j % UNIT_ELEMS]);
+                    sum[k][j] = source == 0 ? value : sum[k][j] + value;
+                }
         }
-        Vector rounded;
 #pragma unroll
-        for (int j = 0; j < VECTOR_ELEMS; ++j) rounded.unit[j / UNIT_ELEMS].elems[j % UNIT_ELEMS] = from_float(sum[j]);
-        p.parts[p.rank][slot + first + i] = rounded;  // nobody but this rank reads this rank's part of its own share
-        store_vector(p, p.out, first + i, rounded);
+        for (int k = 0; k < UNROLL; ++k) {
+            long vector = first + i + k * stride;
+            if (vector >= last) break;
+            Vector rounded;
+#pragma unroll
+            for (int j = 0; j < VECTOR_ELEMS; ++j) rounded.unit[j / UNIT_ELEMS].elems[j % UNIT_ELEMS] = from_float(sum[k][j]);
+            p.parts[p.rank][local + k * blockDim.x] = rounded;  // nobody but this rank reads this rank's part of its own share
+            store_vector(p, p.out, vector, rounded);
+        }
     }
     meet(p, 1, epoch, SITE_TWO_SHOT_SHARES);
     for (u32 step = 1; step < p.size; ++step) {
         u32 owner = (p.rank + step) % p.size;
         first = owner * share;
         last = first + share < num_vectors ? first + share : num_vectors;
-        for (long i = begin; first + i < last; i += stride)
-            store_vector(p, p.out, first + i, load_peer(p.parts[owner] + slot + first + i));
+        local = area + owner * p.cta_vectors;
+        for (long i = begin; first + i < last; i += UNROLL * stride, local += UNROLL * blockDim.x) {
+            Vector finished[UNROLL];
+#pragma unroll
+            for (int k = 0; k < UNROLL; ++k)
+                if (first + i + k * stride < last) finished[k] = load_peer(p.parts[owner] + local + k * blockDim.x);
+#pragma unroll
+            for (int k = 0; k < UNROLL; ++k)
+                if (first + i + k * stride < last) store_vector(p, p.out, first + i + k * stride, finished[k]);
+        }
     }
     __syncthreads();
     if (threadIdx.x == 0) p.epochs[blockIdx.x] = epoch;

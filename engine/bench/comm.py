@@ -26,8 +26,9 @@ from launch.environment import Environment
 from launch.world import World
 
 CALLS = 100
-SIZES = (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-LAMPORT_LIMIT, ONE_SHOT_LIMIT = 1 << 20, 1 << 20
+SIZES = (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20, 8 << 20, 16 << 20, 64 << 20)
+LAMPORT_LIMIT, ONE_SHOT_LIMIT = 256 << 10, 1 << 20
+SENTINEL_RANGE = (16 << 10, 4 << 20)
 NORM_ROWS = (1, 4, 8, 16, 32)
 HIDDEN = 8192
 
@@ -84,7 +85,10 @@ def main(repeats: int, threads: str, pdl: bool, max_bytes: int, record: Path | N
     capacity = Capacity(two_shot_bytes=min(max_bytes, 64 << 20))
     heap = IpcHeap(world.rank, size, device, layout_for(size, capacity), group.exchange)
     watch = DeviceWatch(20.0)
-    collectives = DeviceCollectives(heap, watch, load_collectives(Build(default_cache_folder())), capacity, pdl)
+    ranks_per_gpu = -(-size // num_gpus)
+    kernels = load_collectives(Build(default_cache_folder()))
+    collectives = DeviceCollectives(heap, watch, kernels, capacity, pdl, ranks_per_gpu)
+    group.exchange(None)  # all heaps are ready to be written to
     nccl = group.open_nccl() if is_one_each else None
     timer = Timer(group.exchange, watch, repeats)
 
@@ -94,7 +98,6 @@ def main(repeats: int, threads: str, pdl: bool, max_bytes: int, record: Path | N
 
     def note(algorithm: str, num_bytes: int, us: float, peer: dict[str, object], more: dict[str, object]) -> None:
         if world.rank == 0 and record is not None:
-            ranks_per_gpu = -(-size // num_gpus)
             case = {"algorithm": algorithm, "bytes": num_bytes, "world": size, "ranks_per_gpu": ranks_per_gpu,
                     "dtype": "bf16", "heap": heap.kind, "pdl": pdl, **more}  # fmt: skip
             Record("all_reduce", case, {"all_reduce_us": us}, {}, peer, True).append_to(
@@ -121,6 +124,10 @@ def main(repeats: int, threads: str, pdl: bool, max_bytes: int, record: Path | N
         if num_bytes <= LAMPORT_LIMIT:
             for t in map(int, threads.split(",")):
                 runs.append((f"lamport/{t}", lambda t=t, x=x, out=out: collectives.all_reduce_lamport(x, out, t), {"threads": t}))
+        if SENTINEL_RANGE[0] <= num_bytes <= SENTINEL_RANGE[1]:
+            for t in (256, 512):
+                body = lambda t=t, x=x, out=out: collectives.all_reduce_sentinel(x, out, t)  # noqa: E731
+                runs.append((f"sentinel/{t}", body, {"threads": t}))
         if num_bytes <= ONE_SHOT_LIMIT:
             runs.append(("one_shot", lambda x=x, out=out: collectives.all_reduce_one_shot(x, out), {}))
         runs.append(("two_shot", lambda x=x, out=out: collectives.all_reduce_two_shot(x, out), {}))
@@ -139,12 +146,12 @@ def main(repeats: int, threads: str, pdl: bool, max_bytes: int, record: Path | N
         x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
         residual, normed, weight = torch.randn_like(x), torch.empty_like(x), torch.ones(HIDDEN, device="cuda").bfloat16()
         line = f"norm {rows:3d} rows"
-        for t in (512, 1024):
+        for t, c in ((256, 8), (512, 4), (512, 8), (1024, 2)):
             us = timer.us_per_call(
-                lambda t=t, x=x, r=residual, n=normed, w=weight: collectives.all_reduce_lamport_norm(x, r, w, 1e-6, n, t)
+                lambda t=t, c=c, x=x, r=residual, n=normed, w=weight: collectives.all_reduce_lamport_norm(x, r, w, 1e-6, n, t, c)
             )
-            line += f"  {t} threads {us:6.2f}"
-            note("all_reduce_lamport_norm", rows * HIDDEN * 2, us, {}, {"rows": rows, "threads": t})
+            line += f"  {c}x{t} {us:6.2f}"
+            note("all_reduce_lamport_norm", rows * HIDDEN * 2, us, {}, {"rows": rows, "threads": t, "ctas": c})
         say(line)
     torch.cuda.synchronize()
     heap.close()

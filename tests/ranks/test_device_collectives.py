@@ -12,7 +12,7 @@ from tests.ranks_harness import run_ranks
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 SIZES = (1, 3, 7, 64, 129, 1000, 4096, 8192, 8197, 65536, 300_001)
-ALGORITHMS = ("all_reduce_lamport", "all_reduce_one_shot", "all_reduce_two_shot")
+ALGORITHMS = ("all_reduce_lamport", "all_reduce_sentinel", "all_reduce_one_shot", "all_reduce_two_shot")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WORLDS = (2, 4, 8)
 
