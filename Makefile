@@ -21,7 +21,7 @@ COMPILER := $(VENV)/.doorbell-compiler-installed
 ARCH     ?= sm_90a
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test lint kernels bench-cpu results clean
+.PHONY: help setup model demo test test-ranks lint kernels bench-comm bench-cpu clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,12 @@ $(COMPILER): $(STAMP)
 
 kernels: $(COMPILER)  ## Compile every CUDA source ahead of time (ARCH=sm_90a); needs no GPU
 	$(BIN)/python -m kernels.compile_all --arch $(ARCH)
+
+test-ranks:  ## On a machine with GPUs: collectives at 2, 4 and 8 ranks (more ranks than GPUs need MPS)
+	$(PYTHON) -m pytest -q tests/ranks
+
+bench-comm:  ## On a machine with GPUs: all-reduce latency against NCCL, TP= ranks
+	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(TP) -m engine.bench.comm --record results/all_reduce.jsonl
 
 bench-cpu: model  ## Decode and prefill against transformers on the default model, batch 1 and 8
 	$(BIN)/python -m engine.bench.cpu --model $(MODEL) --record results/cpu.jsonl

@@ -77,7 +77,7 @@ def _gpu(driver: Any, index: int) -> Gpu:
 
 def _text(value: bytes | str) -> str:
     text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-    return text.rstrip("\0")
+    return text.split("\0", 1)[0].strip()  # the driver fills a buffer of fixed size, not always with zeros only
 
 
 def find_links(driver: Any, num_gpus: int) -> tuple[Link, ...]:

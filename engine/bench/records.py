@@ -31,8 +31,9 @@ class Record:
     checked: bool
     kind: str = "measured"
 
-    def append_to(self, path: Path, device: str, module: str) -> None:
-        """Add the record to `path`. `module`: the `python -m` name of the bench, which `sys.argv` does not hold."""
+    def append_to(self, path: Path, device: str, module: str, num_ranks: int = 1) -> None:
+        """Add the record to `path`. `module`, `num_ranks`: how the bench was started, which `sys.argv` does not hold."""
+        launcher = "python" if num_ranks == 1 else f"torchrun --standalone --nproc-per-node {num_ranks}"
         record = {
             "bench": self.bench,
             "case": dict(self.case),
@@ -44,7 +45,7 @@ class Record:
             "device": device,
             "versions": versions(),
             "commit": commit(),
-            "command": f"python -m {module} {shlex.join(sys.argv[1:])}".strip(),
+            "command": f"{launcher} -m {module} {shlex.join(sys.argv[1:])}".strip(),
             "date": datetime.now(timezone.utc).date().isoformat(),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
