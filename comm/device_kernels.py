@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from comm.device_collectives import ELEMS, SOURCES, LamportParams, NormParams, OneShotParams, SentinelParams, TwoShotParams
+from comm.device_signal import PutParams, TakeParams
 from kernels.build import Build
 from kernels.launch_kernel import Kernel, load
 
@@ -25,3 +26,10 @@ def load_collectives(build: Build, dtypes: tuple[torch.dtype, ...] = tuple(ELEMS
             for name, params in entries.items():
                 kernels[name, dtype] = module.function(name, (params,))
     return kernels
+
+
+def load_signal(build: Build) -> dict[str, Kernel]:
+    """`signal_put` and `signal_take`, which move bytes of any type."""
+    module = load(build.cubin(SOURCES / "signal_channel.cu", [SOURCES], {"ELEM": 0}), "signal_channel")
+    params = {"signal_put": PutParams, "signal_take": TakeParams}
+    return {name: module.function(name, (kind,)) for name, kind in params.items()}

@@ -153,7 +153,8 @@ def main(model: str, repeats: int, threads: int | None, record: Path | None) -> 
         make_case(8, 8, (128, 128), (48, 48), vocab),
         make_case(8, 24, (16, 256), (16, 64), vocab),
     )
-    print(f"{cpu_device()}; reads memory at {rate:.1f} GB/s; {model}, fp32, prefix reuse off, {repeats} turns a case (batch 1: {3 * repeats})")
+    turns = f"{repeats} turns a case, {3 * repeats} at batch 1"
+    print(f"{cpu_device()}; reads memory at {rate:.1f} GB/s; {model}, fp32, prefix reuse off, {turns}")
     for case in cases:
         # A turn at batch 1 is short, so a neighbour's moment weighs more: three times the turns.
         metrics, peer, num_different = compare(engines[case.batch], reference, case, repeats * (3 if case.batch == 1 else 1))
