@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from comm.board import Board, HeapBoard, StoreBoard
 from comm.communicator import Communicator
+from comm.device_collectives import Capacity, DeviceCollectives, layout_for
+from comm.device_communicator import DeviceCommunicator
+from comm.device_kernels import load_collectives
+from comm.device_watch import DeviceWatch
 from comm.gloo import GlooCommunicator
+from comm.heap_ipc import IpcHeap
 from comm.heap_posix import PosixHeap
 from comm.one_shot import OneShotCommunicator
 from comm.peer_process import Identity, PeerProcess
@@ -16,10 +23,14 @@ from comm.self_test import self_test
 from comm.single import SingleCommunicator
 from comm.watch import PeerWatch
 from comm.words import Patience
+from kernels.build import Build, default_cache_folder
 from launch.errors import ConnectError, DoorbellError, PeerLost, UsageError
 from launch.world import World
 
 MAX_BYTES = 1 << 20  # one round of the all-reduce; 8 ranks then stay under docker's default of 64 MiB shared memory
+DEVICE_DEADLINE_S = 30.0  # of a wait in a kernel: a peer may be late by a long step, not by this
+DEVICE_TWO_SHOT_BYTES = 16 << 20
+DEVICE_TEST_BYTES = 3 << 20  # reaches every kernel of the table
 _TEST_DEADLINE_S = 60.0  # ranks of a loaded machine may reach the self-test seconds apart
 
 
@@ -36,11 +47,15 @@ class _Site:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A row of the table. `open(site, reason)` returns a communicator or raises `DoorbellError`, alike on all ranks."""
+    """A row of the table. `open(site, reason)` returns the communicator or raises `DoorbellError`, alike on all ranks.
+
+    `device`: the kind of device it is for, None for any; on others it is no candidate unless asked for by name.
+    """
 
     name: str
     reason: str
     open: Callable[[_Site, str], Communicator]
+    device: str | None = None
 
 
 def connect(
@@ -69,6 +84,8 @@ def connect(
     rejected: list[str] = []
     for candidate in _CANDIDATES:
         if requested not in ("auto", candidate.name):
+            continue
+        if requested == "auto" and candidate.device not in (None, world.device.type):
             continue
         reason = "asked for" if requested != "auto" else "; ".join([*rejected, candidate.reason])
         try:
@@ -106,12 +123,52 @@ def _open_one_shot(site: _Site, reason: str) -> Communicator:
     return OneShotCommunicator(heap, patience, reason, group)
 
 
+def _open_ipc(site: _Site, reason: str) -> Communicator:
+    """Our collectives on GPUs. What cannot be had here (no cupy, no compiler, no peer access) is a reason, not an error."""
+    world, group = site.world, site.group
+    if world.device.type != "cuda":
+        raise DoorbellError(f"it needs GPUs, and this run computes on {world.device.type}")
+    if not world.is_single_node:
+        raise DoorbellError("the ranks are on several machines")
+    failure = None
+    try:
+        torch.cuda.set_device(world.device)
+        kernels = load_collectives(Build(default_cache_folder()))
+        device_watch = DeviceWatch(DEVICE_DEADLINE_S)
+    except (DoorbellError, ImportError) as error:
+        failure = str(error)
+    _agree_or_raise(group, failure)
+    capacity = Capacity(two_shot_bytes=DEVICE_TWO_SHOT_BYTES)
+    heap = IpcHeap(world.rank, world.size, world.device.index, layout_for(world.size, capacity), group.exchange)
+    ranks_per_gpu = -(-world.local_size // torch.cuda.device_count())
+    collectives = DeviceCollectives(heap, device_watch, kernels, capacity, ranks_per_gpu=ranks_per_gpu)
+    group.exchange(None)  # all inboxes are ready before anybody sends
+    control = GlooCommunicator(group, "")
+    communicator = DeviceCommunicator(heap, collectives, device_watch, control, reason)
+    verdict = self_test(communicator, control, DEVICE_TEST_BYTES, world.device, (1, 7, 1025, 100_003))
+    verdicts = [(peer, found) for peer, found in enumerate(group.exchange(verdict)) if found is not None]
+    if verdicts:
+        heap.abandon()
+        peer, found = verdicts[0]
+        raise DoorbellError(f"its self-test failed on rank {peer}: {found}")
+    return communicator
+
+
+def _agree_or_raise(group: ProcessGroup, failure: str | None) -> None:
+    """*Collective*. *Raises* on all ranks what failed on one."""
+    failures = [(peer, text) for peer, text in enumerate(group.exchange(failure)) if text is not None]
+    if failures:
+        peer, text = failures[0]
+        raise DoorbellError(f"rank {peer}: {text}")
+
+
 def _open_gloo(site: _Site, reason: str) -> Communicator:
     return GlooCommunicator(site.group, reason)
 
 
 _CANDIDATES = (
-    _Candidate("one_shot", "ranks share memory", _open_one_shot),
+    _Candidate("ipc", "GPUs reach each other's memory", _open_ipc, "cuda"),
+    _Candidate("one_shot", "ranks share memory", _open_one_shot, "cpu"),
     _Candidate("gloo", "works everywhere", _open_gloo),
 )
 

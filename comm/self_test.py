@@ -23,19 +23,25 @@ class _Results:
     ints: list[int]
 
 
-def self_test(candidate: Communicator, reference: Communicator, max_bytes: int) -> str | None:
+def self_test(
+    candidate: Communicator,
+    reference: Communicator,
+    max_bytes: int,
+    device: torch.device | str = "cpu",
+    sizes: tuple[int, ...] = (1, 7, 1025),
+) -> str | None:
     """Compare every collective of `candidate` with `reference`; None, or one clause that says what differs here.
 
-    *Collective*: all ranks, which then must agree on a verdict. Sizes go from one element, by odd ones, to a little
+    *Collective*: all ranks, which then must agree on a verdict. Tensors on `device`, of `sizes` elements and of a little
     over `max_bytes`; values are random, and every kind of zero, infinity and NaN. Each communicator does all its work
     before the other starts and whatever it finds, so that no fault on one rank leaves another waiting in the wrong
     place.
     """
     generator = torch.Generator().manual_seed(candidate.rank)
     samples = [
-        _sample(num_elements, dtype, generator)
+        _sample(num_elements, dtype, generator).to(device)
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        for num_elements in (1, 7, 1025, max_bytes // dtype.itemsize + 3)
+        for num_elements in (*sizes, max_bytes // dtype.itemsize + 3)
     ]
     fault, results = None, None
     try:
@@ -48,7 +54,8 @@ def self_test(candidate: Communicator, reference: Communicator, max_bytes: int) 
 
 def _run(communicator: Communicator, samples: list[torch.Tensor]) -> _Results:
     sums = [communicator.all_reduce(x.clone()) for x in samples]
-    gathered = communicator.gather(torch.arange(3 * 1001, dtype=torch.float32).view(3, 1001) + communicator.rank)
+    rows = torch.arange(3 * 1001, dtype=torch.float32, device=samples[0].device).view(3, 1001)
+    gathered = communicator.gather(rows + communicator.rank)
     ints = communicator.broadcast_ints(_INTS if communicator.rank == 0 else None)
     communicator.barrier()
     return _Results(sums, gathered, ints)

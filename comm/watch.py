@@ -54,6 +54,8 @@ class PeerWatch:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._has_left = False
+        # Whether peers can still be met at the end: no loss was seen, and no error was left with.
+        self.is_orderly = True
 
     def start(self, on_lost: Callable[[PeerLost], None] | None = None) -> None:
         """Begin to beat and to watch. Once per rank, after `connect`.
@@ -89,6 +91,7 @@ class PeerWatch:
         """Say how this rank ends: in order (0), or with an error, to end the others too. The first call counts."""
         if not self._has_left:
             self._has_left = True
+            self.is_orderly = exit_code == 0
             phase = Phase.FAILED if exit_code else Phase.CLOSING
             self._board.post(Notice(phase, exit_code, self.rank, message))
 
@@ -196,6 +199,7 @@ class PeerWatch:
         return None
 
     def _report(self, lost: PeerLost) -> None:
+        self.is_orderly = False
         # First say why we are about to leave, so that no other rank takes us for the cause; only then end a stuck peer,
         # so that no other rank takes it for crashed.
         if not self._has_left:

@@ -121,7 +121,7 @@ def option(*names: str, **settings: object):
 @option("--max-step-tokens", type=click.IntRange(1), metavar="N", show_default="CPU 512, GPU 4096",
         help="Most tokens a step: longer prompts are prefilled in chunks.")
 @option("--no-prefix-reuse", is_flag=True, help="Compute shared prompt prefixes again.")
-@option("--comm", type=click.Choice(["auto", "one_shot", "gloo"]), default="auto", help="All-reduce between the ranks.")
+@option("--comm", type=click.Choice(["auto", "ipc", "one_shot", "gloo"]), default="auto", help="All-reduce between the ranks.")
 @option("--eager", is_flag=True, help="Plain torch steps: the only backend on a CPU, the reference on a GPU.")
 @option("--threads", type=click.IntRange(1), metavar="N", show_default="cores / ranks", help="CPU threads a rank.")
 # Speculation

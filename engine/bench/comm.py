@@ -21,7 +21,7 @@ from comm.device_kernels import load_collectives
 from comm.device_watch import DeviceWatch
 from comm.heap_ipc import IpcHeap
 from comm.process_group import ProcessGroup
-from engine.bench.records import Record
+from engine.bench.records import Record, commit
 from kernels.build import Build, default_cache_folder
 from launch.environment import Environment
 from launch.world import World
@@ -76,6 +76,7 @@ class Timer:
 @click.option("--record", type=click.Path(path_type=Path), help="JSONL file to append the records to.")
 def main(repeats: int, threads: str, pdl: bool, max_bytes: int, record: Path | None) -> None:
     """Time the collectives of this world."""
+    commit()
     environment = Environment.read()
     num_gpus = torch.cuda.device_count()
     device = environment.local_rank % num_gpus

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.api import Engine
-from engine.bench.records import Record, cpu_device
+from engine.bench.records import Record, commit, cpu_device
 from engine.loop import RunStats
 
 
@@ -143,6 +143,7 @@ def compare(engine: Engine, model: torch.nn.Module, case: Case, repeats: int) ->
 @click.option("--record", type=click.Path(path_type=Path), help="JSONL file to append the records to.")
 def main(model: str, repeats: int, threads: int | None, record: Path | None) -> None:
     """Time both engines at batch 1, at batch 8 with equal lengths, and at batch 8 with mixed lengths."""
+    commit()
     settings = {"device": "cpu", "dtype": "float32", "is_prefix_reuse": False, "threads": threads}
     engines = {batch: Engine(model, max_batch=batch, **settings) for batch in (1, 8)}
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -62,8 +63,12 @@ def versions() -> dict[str, str]:
     }
 
 
+@cache
 def commit() -> str:
-    """The commit that was measured, marked if the tree differs from it; `unknown` outside a checkout."""
+    """The commit that was measured, marked if the tree differs from it; `unknown` outside a checkout.
+
+    Looked up once: a bench calls it at its start, because the tree may move on while it runs.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(("git", *arguments), capture_output=True, text=True, check=True).stdout.strip()

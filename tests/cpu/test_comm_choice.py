@@ -24,7 +24,7 @@ def test_a_world_of_one_needs_nothing():
 
 
 def test_unknown_names_are_refused_before_any_connection():
-    with pytest.raises(UsageError, match="'nvlink' is not known; choose auto, one_shot or gloo"):
+    with pytest.raises(UsageError, match="'nvlink' is not known; choose auto, ipc or one_shot or gloo"):
         connect(World(rank=0, size=2, local_size=2), "nvlink")
 
 
