@@ -23,6 +23,8 @@ from launch.exits import LastingStderr, describe_signal, end_process, leave, rep
 from launch.signals import SignalNote, end_with_parent
 
 EPILOG = """\b
+Flags that show no default are off.
+\b
 Exit codes: 0 all rows answered, 2 usage, 3 model or configuration, 4 some rows failed, 5 a peer was lost,
 6 output not written, 130 interrupted, 143 terminated, 1 a bug. torchrun itself turns any failure into 1; the code
 also stands in rank 0's last line and in OUTPUT.meta.json.
@@ -81,10 +83,10 @@ def option(*names: str, **settings: object):
 @option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto",
         help="dummy: random weights; MODEL may then be qwen2.5-0.5b to qwen2.5-72b.")
 # Input
-@option("--prompt", "prompts", type=Utf8Text(), multiple=True, show_default=False, help="A prompt; may be repeated.")
-@option("--input", "input_path", metavar="FILE", show_default=False, help="JSONL rows to answer; - reads standard input.")
+@option("--prompt", "prompts", type=Utf8Text(), multiple=True, show_default="none", help="A prompt; may be repeated.")
+@option("--input", "input_path", metavar="FILE", show_default="none", help="JSONL rows to answer; - reads standard input.")
 @option("--prompt-field", type=Utf8Text(), default="prompt", metavar="KEY", help="Key that holds the prompt in plain rows.")
-@option("--system", type=Utf8Text(), show_default=False, help="System message for chats that have none.")
+@option("--system", type=Utf8Text(), show_default="none", help="System message for chats that have none.")
 @option("--chat/--raw", "is_chat", default=None, show_default="--chat for --prompt if the model has a template, --raw for rows",
         help="Whether plain prompts go through the chat template. Rows with messages always do.")
 @option("--limit", type=click.IntRange(1), metavar="N", show_default="all", help="Answer the first N rows only.")
@@ -100,15 +102,15 @@ def option(*names: str, **settings: object):
 @option("--presence-penalty", type=float, show_default="0", help="Over the answer only.")
 @option("--frequency-penalty", type=float, show_default="0", help="Over the answer only.")
 @option("--seed", type=int, show_default="random, stored", help="Each row's stream is keyed by this seed and its index.")
-@option("--stop", type=Utf8Text(), multiple=True, show_default=False, help="Stop string; may be repeated.")
-@option("--stop-token-id", "stop_token_ids", multiple=True, type=int, show_default=False, help="Stop id; may be repeated.")
+@option("--stop", type=Utf8Text(), multiple=True, show_default="none", help="Stop string; may be repeated.")
+@option("--stop-token-id", "stop_token_ids", multiple=True, type=int, show_default="none", help="Stop id; may be repeated.")
 @option("--ignore-eos", is_flag=True, help="Do not stop at the model's end tokens.")
 @option("--include-stop-str", is_flag=True, help="Keep the matched stop string in the text.")
 @option("--keep-special-tokens", is_flag=True, help="Keep special tokens in the text.")
 @option("--n", type=int, show_default="1", help="Answers per row.")
 @option("--logprobs", type=int, metavar="K", show_default="off", help="Log-probability of each token and K alternatives.")
 @option("--prompt-logprobs", type=int, metavar="K", show_default="off", help="The same for the prompt's tokens.")
-@option("--logit-bias", multiple=True, type=BiasPair(), show_default=False, help="Added to an id's logit; may be repeated.")
+@option("--logit-bias", multiple=True, type=BiasPair(), show_default="none", help="Added to an id's logit; may be repeated.")
 @option("--no-generation-config", is_flag=True, help="Ignore the model's generation_config.json.")
 # Running
 @option("--device", default="auto", metavar="NAME", help="auto (cuda if there is one), cpu or cuda.")
