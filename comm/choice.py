@@ -114,11 +114,7 @@ def _open_one_shot(site: _Site, reason: str) -> Communicator:
     heap = PosixHeap(world.rank, world.size, world.run_id, layout, group.exchange)
     patience = Patience.for_ranks(world.local_size, _TEST_DEADLINE_S, site.watch.gone)
     verdict = self_test(OneShotCommunicator(heap, patience, ""), GlooCommunicator(group, ""), site.max_bytes)
-    verdicts = [(peer, found) for peer, found in enumerate(group.exchange(verdict)) if found is not None]
-    if verdicts:
-        heap.close()
-        peer, found = verdicts[0]
-        raise DoorbellError(f"its self-test failed on rank {peer}: {found}")
+    _agree_or_raise(group, verdict, "its self-test failed on ", undo=heap.close)
     patience = Patience.for_ranks(world.local_size, site.deadline_s, site.watch.gone)
     return OneShotCommunicator(heap, patience, reason, group)
 
@@ -146,20 +142,20 @@ def _open_ipc(site: _Site, reason: str) -> Communicator:
     control = GlooCommunicator(group, "")
     communicator = DeviceCommunicator(heap, collectives, device_watch, control, reason)
     verdict = self_test(communicator, control, DEVICE_TEST_BYTES, world.device, (1, 7, 1025, 100_003))
-    verdicts = [(peer, found) for peer, found in enumerate(group.exchange(verdict)) if found is not None]
-    if verdicts:
-        heap.abandon()
-        peer, found = verdicts[0]
-        raise DoorbellError(f"its self-test failed on rank {peer}: {found}")
+    _agree_or_raise(group, verdict, "its self-test failed on ", undo=heap.abandon)
     return communicator
 
 
-def _agree_or_raise(group: ProcessGroup, failure: str | None) -> None:
-    """*Collective*. *Raises* on all ranks what failed on one."""
+def _agree_or_raise(
+    group: ProcessGroup, failure: str | None, what: str = "", undo: Callable[[], None] | None = None
+) -> None:
+    """*Collective*. *Raises* on all ranks what failed on one, after `undo` on each; `what` comes before the rank's name."""
     failures = [(peer, text) for peer, text in enumerate(group.exchange(failure)) if text is not None]
     if failures:
+        if undo is not None:
+            undo()
         peer, text = failures[0]
-        raise DoorbellError(f"rank {peer}: {text}")
+        raise DoorbellError(f"{what}rank {peer}: {text}")
 
 
 def _open_gloo(site: _Site, reason: str) -> Communicator:
