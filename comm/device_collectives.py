@@ -8,6 +8,7 @@ graph can be replayed any number of times, mixed with eager calls.
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,18 @@ SOURCES = Path(__file__).parent / "cuda"
 MAX_RANKS = 8
 UNIT_BYTES, PACKET_BYTES = 8, 16
 ELEMS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-LAMPORT_CTAS, LAMPORT_THREADS = 64, 512
+LAMPORT_CTAS, LAMPORT_THREADS = 64, 256
 CTA_PACKETS = 2048  # of one CTA and source
-SENTINEL_CTAS, SENTINEL_THREADS, CTA_VECTORS = 128, 512, 1024
-NORM_ROWS, NORM_CTAS, NORM_THREADS, NORM_PACKETS = 32, 8, 256, 1024  # rows a call, most CTAs a row, packets a CTA
+SENTINEL_CTAS, CTA_VECTORS = 128, 1024
+SENTINEL_THREADS = ((512 << 10, 256), (sys.maxsize, 512))  # largest message in bytes, threads that were fastest up to there
+WARP = 32
+NORM_ROWS, NORM_CTAS, NORM_THREADS = 32, 8, 256  # rows a call, most CTAs a row, threads a CTA
+NORM_UNITS, NORM_PACKETS = 4, 1024  # most units a thread, packets a CTA
 ONE_SHOT_CTAS, TWO_SHOT_CTAS = 32, 128
 ONE_SHOT_THREADS, TWO_SHOT_THREADS = 512, 512
+# Where ranks share a GPU, the kernels of all of them and those launched early behind them take no more of it than this, so that
+# each has a place however many registers it uses.
+SHARED_THREADS_PER_SM = 512
 EPOCH_BANKS, EPOCH_WORDS = 6, 256  # counters of each kind of call, one a CTA
 
 
@@ -120,34 +127,42 @@ class DeviceCollectives:
         """`ranks_per_gpu` above 1 (under MPS) takes smaller grids: a kernel spins until its peers' kernels answer, so those of
         all ranks of a GPU, and the ones launched early behind them, must fit on it together.
         """
-        self._grid_share = 1 if ranks_per_gpu == 1 else 2 * ranks_per_gpu
+        self._most_threads = None
+        if ranks_per_gpu > 1:
+            num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+            self._most_threads = num_sms * SHARED_THREADS_PER_SM // (2 * ranks_per_gpu)
         self.heap, self.watch, self.capacity, self.is_pdl = heap, watch, capacity, is_pdl
         self.rank, self.size = heap.rank, heap.size
         self._kernels = kernels
         heap.fill("sentinel_inbox", 0xFF)
 
-    def all_reduce_lamport(self, x: torch.Tensor, out: torch.Tensor | None = None, threads: int = 128) -> torch.Tensor:
+    def all_reduce_lamport(
+        self, x: torch.Tensor, out: torch.Tensor | None = None, threads: int = LAMPORT_THREADS
+    ) -> torch.Tensor:
         """Sum of `x` over the ranks into `out` (default: in place). Messages beyond one call's room go in several."""
         out = x if out is None else out
         self._check(x, out)
-        room = self._most(LAMPORT_CTAS) * CTA_PACKETS * UNIT_BYTES // x.element_size()
+        room = self._most(LAMPORT_CTAS, threads) * CTA_PACKETS * UNIT_BYTES // x.element_size()
         for start in range(0, x.numel(), room):
             self._lamport_once(x.view(-1)[start : start + room], out.view(-1)[start : start + room], threads)
         return out
 
     def _lamport_once(self, x: torch.Tensor, out: torch.Tensor, threads: int) -> None:
         units = -(-x.numel() * x.element_size() // UNIT_BYTES)
-        ctas = min(self._most(LAMPORT_CTAS), -(-units // threads))
+        ctas = min(self._most(LAMPORT_CTAS, threads), -(-units // threads))
         params = self._lamport_params("lamport_inbox", 0, x, out, LAMPORT_CTAS, CTA_PACKETS)
         self._launch("all_reduce_lamport", x.dtype, ctas, threads, params)
 
     def all_reduce_sentinel(
-        self, x: torch.Tensor, out: torch.Tensor | None = None, threads: int = SENTINEL_THREADS
+        self, x: torch.Tensor, out: torch.Tensor | None = None, threads: int | None = None
     ) -> torch.Tensor:
         """As `all_reduce_lamport`, for larger messages: half the bytes, and what was read is cleared."""
         out = x if out is None else out
         self._check(x, out)
-        room = self._most(SENTINEL_CTAS) * CTA_VECTORS * 16 // x.element_size()
+        if threads is None:
+            threads = next(threads for most, threads in SENTINEL_THREADS if x.numel() * x.element_size() <= most)
+        most = self._most(SENTINEL_CTAS, threads)
+        room = most * CTA_VECTORS * 16 // x.element_size()
         for start in range(0, x.numel(), room):
             source, target = x.view(-1)[start : start + room], out.view(-1)[start : start + room]
             vectors = -(-source.numel() * x.element_size() // 16)
@@ -156,7 +171,7 @@ class DeviceCollectives:
                 self.watch.params, source.numel(), self.rank, self.size, SENTINEL_CTAS, CTA_VECTORS,
                 _is_aligned(16, source, target),
             )  # fmt: skip
-            self._launch("all_reduce_sentinel", x.dtype, min(self._most(SENTINEL_CTAS), -(-vectors // threads)), threads, params)
+            self._launch("all_reduce_sentinel", x.dtype, min(most, -(-vectors // threads)), threads, params)
         return out
 
     def all_reduce_lamport_norm(
@@ -171,16 +186,12 @@ class DeviceCollectives:
     ) -> torch.Tensor:
         """`residual += sum of x over the ranks; normed = RMSNorm(residual) * weight`, all `[rows, hidden]` of one dtype.
 
-        A cluster of up to `ctas` CTAs takes a row. Rows beyond one call's go in several.
+        A cluster of up to `ctas` CTAs of up to `threads` threads takes a row. Rows beyond one call's go in several.
         """
         rows, hidden = x.shape
         self._check(x, residual, normed, weight)
-        units = -(-hidden * x.element_size() // UNIT_BYTES)
-        while ctas > 1 and units <= ctas // 2 * threads:
-            ctas //= 2
-        if -(-units // (ctas * threads)) * threads > NORM_PACKETS:
-            raise ValueError(f"a row of {hidden} elements does not fit {ctas} CTAs of {threads} threads")
-        room = self._most(NORM_ROWS)
+        ctas, threads = norm_grid(-(-hidden * x.element_size() // UNIT_BYTES), ctas, threads)
+        room = self._most(NORM_ROWS, ctas * threads)
         for start in range(0, rows, room):
             part = slice(start, min(start + room, rows))
             reduce = self._lamport_params("norm_inbox", 1, x[part], normed[part], NORM_ROWS * NORM_CTAS, NORM_PACKETS)
@@ -194,7 +205,7 @@ class DeviceCollectives:
         out = x if out is None else out
         self._check(x, out)
         cta_units = self.capacity.one_shot_bytes // UNIT_BYTES // ONE_SHOT_CTAS
-        most = self._most(ONE_SHOT_CTAS)
+        most = self._most(ONE_SHOT_CTAS, ONE_SHOT_THREADS)
         room = most * cta_units * UNIT_BYTES // x.element_size()
         for start in range(0, x.numel(), room):
             source, target = x.view(-1)[start : start + room], out.view(-1)[start : start + room]
@@ -211,7 +222,7 @@ class DeviceCollectives:
     def all_reduce_two_shot(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         out = x if out is None else out
         self._check(x, out)
-        most = self._most(TWO_SHOT_CTAS)
+        most = self._most(TWO_SHOT_CTAS, TWO_SHOT_THREADS)
         room = most * self.size * self.capacity.two_shot_cta_vectors(self.size) * 16 // x.element_size()
         for start in range(0, x.numel(), room):
             source, target = x.view(-1)[start : start + room], out.view(-1)[start : start + room]
@@ -234,9 +245,9 @@ class DeviceCollectives:
             self.rank, self.size, max_ctas, packets, _is_aligned(8, x, out),
         )  # fmt: skip
 
-    def _most(self, ctas: int) -> int:
-        """The largest grid this rank may launch, of at most `ctas`."""
-        return max(1, ctas // self._grid_share)
+    def _most(self, ctas: int, threads: int) -> int:
+        """The largest grid of CTAs of `threads` threads that this rank may launch, of at most `ctas`."""
+        return ctas if self._most_threads is None else max(1, min(ctas, self._most_threads // threads))
 
     def _addresses(self, region: str) -> Any:
         return _Pointers(*(self.heap.address(peer, region) for peer in range(self.size)))
@@ -258,6 +269,19 @@ class DeviceCollectives:
                 )
             if tensor.dtype != tensors[0].dtype:
                 raise TypeError(f"the tensors of a collective have one dtype, not {tensors[0].dtype} and {tensor.dtype}")
+
+
+def norm_grid(units: int, max_ctas: int = NORM_CTAS, max_threads: int = NORM_THREADS) -> tuple[int, int]:
+    """CTAs of a row's cluster, and threads of each, for a row of `units` units. Every CTA gets at least one warp of them.
+
+    *Raises* `ValueError` for a row that is too long.
+    """
+    ctas = next(ctas for ctas in (8, 4, 2, 1) if ctas <= max_ctas and (ctas - 1) * WARP < units or ctas == 1)
+    warps = -(-units // (WARP * ctas))
+    threads = min(max_threads, warps * WARP)
+    if -(-units // (ctas * threads)) * threads > min(NORM_PACKETS, NORM_UNITS * threads):
+        raise ValueError(f"a row of {units * UNIT_BYTES} bytes is too long for a norm of {ctas} CTAs of {threads} threads")
+    return ctas, threads
 
 
 def _is_aligned(num_bytes: int, *tensors: torch.Tensor) -> bool:

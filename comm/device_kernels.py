@@ -10,7 +10,8 @@ from kernels.build import Build
 from kernels.launch_kernel import Kernel, load
 
 ENTRY_POINTS = {
-    "all_reduce_lamport": {"all_reduce_lamport": LamportParams, "all_reduce_lamport_norm": NormParams},
+    "all_reduce_lamport": {"all_reduce_lamport": LamportParams},
+    "all_reduce_lamport_norm": {"all_reduce_lamport_norm": NormParams},
     "all_reduce_sentinel": {"all_reduce_sentinel": SentinelParams},
     "all_reduce_one_shot": {"all_reduce_one_shot": OneShotParams},
     "all_reduce_two_shot": {"all_reduce_two_shot": TwoShotParams},
