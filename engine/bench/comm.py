@@ -35,7 +35,7 @@ SENTINEL_RANGE = (16 << 10, 4 << 20)
 NORM_ROWS = (1, 4, 8, 16, 32)
 HIDDEN = 8192
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# FlashInfer 0.6.14, trtllm one-shot with programmatic launch, bf16, measured on two H200 of the same kind: by bytes; fused, by rows.
+# FlashInfer 0.6.14, trtllm one-shot with programmatic launch, bf16, on two H200 of the same kind: by bytes; fused, by rows.
 FLASHINFER_US = {16 << 10: 2.43, 128 << 10: 2.64, 512 << 10: 3.94}
 FLASHINFER_NORM_US = {1: 4.79, 8: 5.36, 32: 6.48}
 
