@@ -5,7 +5,8 @@
 //
 // Each CTA is a world of its own: CTA b of one rank talks to CTA b of the others, in a buffer that belongs to b, and counts the
 // calls it took part in (`epochs[b]`, in device memory, so that a replayed graph goes on counting). All ranks make the same calls
-// with the same grids, so the counts agree.
+// with the same grids, so the counts agree. A count wraps (`next_call`): a stale packet could pass for a fresh one only in a place
+// that was last written exactly 2^32 - 4 calls ago.
 //
 // Why two slots are enough. A CTA writes slot e % 2 of a peer at its call e; the peer read that slot at its call e - 2. Before call
 // e, this rank finished call e - 1, for which at least one packet of the peer's CTA b and call e - 1 arrived. The peer sent it after
@@ -76,7 +77,7 @@ __device__ __forceinline__ void count_call(const LamportParams& p, u32 epoch) {
 
 extern "C" __global__ void __launch_bounds__(512) all_reduce_lamport(const __grid_constant__ LamportParams p) {
     wait_for_prerequisites();
-    u32 epoch = ld_relaxed_sys(p.epochs + blockIdx.x) + 1;
+    u32 epoch = next_call(ld_relaxed_sys(p.epochs + blockIdx.x));
     long stride = static_cast<long>(gridDim.x) * blockDim.x;
     long begin = static_cast<long>(blockIdx.x) * blockDim.x + threadIdx.x;
     long num_units = (p.num_elems + UNIT_ELEMS - 1) / UNIT_ELEMS;
@@ -142,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(1024) all_reduce_lamport_norm(const
         if (begin + k * step < units) weight[k].word = *reinterpret_cast<const u64*>(n.weight + (begin + k * step) * UNIT_ELEMS);
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this CTA runs: its shared memory may be written
     wait_for_prerequisites();
-    u32 epoch = ld_relaxed_sys(p.epochs + blockIdx.x) + 1;
+    u32 epoch = next_call(ld_relaxed_sys(p.epochs + blockIdx.x));
     Unit value[NORM_MAX_UNITS], residual[NORM_MAX_UNITS];
 #pragma unroll
     for (int k = 0; k < NORM_MAX_UNITS; ++k) {
