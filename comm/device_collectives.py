@@ -25,6 +25,7 @@ LAMPORT_CTAS, LAMPORT_THREADS = 64, 512
 CTA_PACKETS = 2048  # of one CTA and source
 SENTINEL_CTAS, SENTINEL_THREADS, CTA_VECTORS = 128, 512, 1024
 NORM_ROWS, NORM_CTAS, NORM_THREADS, NORM_PACKETS = 32, 8, 256, 1024  # rows a call, most CTAs a row, packets a CTA
+NORM_UNITS = 4  # of one thread, as in `all_reduce_lamport.cu`
 ONE_SHOT_CTAS, TWO_SHOT_CTAS = 32, 128
 ONE_SHOT_THREADS, TWO_SHOT_THREADS = 512, 512
 EPOCH_BANKS, EPOCH_WORDS = 6, 256  # counters of each kind of call, one a CTA
@@ -127,9 +128,14 @@ class DeviceCollectives:
         heap.fill("sentinel_inbox", 0xFF)
 
     def all_reduce_lamport(self, x: torch.Tensor, out: torch.Tensor | None = None, threads: int = 128) -> torch.Tensor:
-        """Sum of `x` over the ranks into `out` (default: in place). Messages beyond one call's room go in several."""
+        """Sum of `x` over the ranks into `out` (default: in place). Messages beyond one call's room go in several.
+
+        *Raises*, like all of these, `TypeError` for tensors that are not on a GPU, contiguous and of one of the three dtypes, and
+        `ValueError` for sizes and alignments that do not fit, before anything is enqueued.
+        """
         out = x if out is None else out
-        self._check(x, out)
+        _check_sum(x, out)
+        _check_threads(threads, LAMPORT_THREADS)
         room = self._most(LAMPORT_CTAS) * CTA_PACKETS * UNIT_BYTES // x.element_size()
         for start in range(0, x.numel(), room):
             self._lamport_once(x.view(-1)[start : start + room], out.view(-1)[start : start + room], threads)
@@ -146,7 +152,8 @@ class DeviceCollectives:
     ) -> torch.Tensor:
         """As `all_reduce_lamport`, for larger messages: half the bytes, and what was read is cleared."""
         out = x if out is None else out
-        self._check(x, out)
+        _check_sum(x, out)
+        _check_threads(threads, SENTINEL_THREADS)
         room = self._most(SENTINEL_CTAS) * CTA_VECTORS * 16 // x.element_size()
         for start in range(0, x.numel(), room):
             source, target = x.view(-1)[start : start + room], out.view(-1)[start : start + room]
@@ -171,14 +178,15 @@ class DeviceCollectives:
     ) -> torch.Tensor:
         """`residual += sum of x over the ranks; normed = RMSNorm(residual) * weight`, all `[rows, hidden]` of one dtype.
 
-        A cluster of up to `ctas` CTAs takes a row. Rows beyond one call's go in several.
+        A row fills whole units of 8 bytes, and the tensors are aligned to that. A cluster of up to `ctas` CTAs takes a row. Rows
+        beyond one call's go in several.
         """
+        _check_norm(x, residual, weight, normed)
         rows, hidden = x.shape
-        self._check(x, residual, normed, weight)
-        units = -(-hidden * x.element_size() // UNIT_BYTES)
+        units = hidden * x.element_size() // UNIT_BYTES
         while ctas > 1 and units <= ctas // 2 * threads:
             ctas //= 2
-        if -(-units // (ctas * threads)) * threads > NORM_PACKETS:
+        if -(-units // (ctas * threads)) > min(NORM_UNITS, NORM_PACKETS // threads):
             raise ValueError(f"a row of {hidden} elements does not fit {ctas} CTAs of {threads} threads")
         room = self._most(NORM_ROWS)
         for start in range(0, rows, room):
@@ -192,7 +200,7 @@ class DeviceCollectives:
 
     def all_reduce_one_shot(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         out = x if out is None else out
-        self._check(x, out)
+        _check_sum(x, out)
         cta_units = self.capacity.one_shot_bytes // UNIT_BYTES // ONE_SHOT_CTAS
         most = self._most(ONE_SHOT_CTAS)
         room = most * cta_units * UNIT_BYTES // x.element_size()
@@ -210,7 +218,7 @@ class DeviceCollectives:
 
     def all_reduce_two_shot(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         out = x if out is None else out
-        self._check(x, out)
+        _check_sum(x, out)
         most = self._most(TWO_SHOT_CTAS)
         room = most * self.size * self.capacity.two_shot_cta_vectors(self.size) * 16 // x.element_size()
         for start in range(0, x.numel(), room):
@@ -250,14 +258,40 @@ class DeviceCollectives:
         stream = torch.cuda.current_stream().cuda_stream
         self._kernels[name, dtype].launch(ctas, threads, (params,), stream, cluster=cluster, is_pdl=self.is_pdl)
 
-    def _check(self, *tensors: torch.Tensor) -> None:
-        for tensor in tensors:
-            if not tensor.is_cuda or not tensor.is_contiguous() or tensor.dtype not in ELEMS:
-                raise TypeError(
-                    f"a collective needs contiguous bf16, fp16 or fp32 tensors on a GPU, not {tensor.dtype} on {tensor.device}"
-                )
-            if tensor.dtype != tensors[0].dtype:
-                raise TypeError(f"the tensors of a collective have one dtype, not {tensors[0].dtype} and {tensor.dtype}")
+
+def _check(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        if not tensor.is_cuda:
+            raise TypeError(f"a collective needs tensors on a GPU, not on {tensor.device}")
+        if tensor.dtype not in ELEMS:
+            raise TypeError(f"a collective sums bf16, fp16 or fp32, not {tensor.dtype}")
+        if tensor.dtype != tensors[0].dtype:
+            raise TypeError(f"the tensors of a collective have one dtype, not {tensors[0].dtype} and {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise TypeError(f"a collective needs contiguous tensors, not strides {tensor.stride()} of {tuple(tensor.shape)}")
+
+
+def _check_sum(x: torch.Tensor, out: torch.Tensor) -> None:
+    _check(x, out)
+    if x.numel() != out.numel():
+        raise ValueError(f"the sum of {x.numel()} elements does not fit an output of {out.numel()}")
+
+
+def _check_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, normed: torch.Tensor) -> None:
+    _check(x, residual, normed, weight)
+    if x.dim() != 2 or not residual.shape == normed.shape == x.shape or weight.shape != x.shape[1:]:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, residual, normed, weight))
+        raise ValueError(f"the fused norm takes x, residual and normed [rows, hidden] and weight [hidden], not {shapes}")
+    if x.shape[1] * x.element_size() % UNIT_BYTES:
+        raise ValueError(f"the fused norm needs rows of a multiple of {UNIT_BYTES} bytes, not {x.shape[1]} elements of {x.dtype}")
+    if not _is_aligned(UNIT_BYTES, x, residual, weight, normed):
+        raise ValueError(f"the fused norm needs tensors aligned to {UNIT_BYTES} bytes")
+
+
+def _check_threads(threads: int, most: int) -> None:
+    """A power of two, so that whole rounds of threads fill a CTA's buffer."""
+    if not 32 <= threads <= most or threads & threads - 1:
+        raise ValueError(f"a CTA has 32 to {most} threads, a power of two, not {threads}")
 
 
 def _is_aligned(num_bytes: int, *tensors: torch.Tensor) -> bool:

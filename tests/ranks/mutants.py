@@ -1,7 +1,7 @@
 """Copies of the product's device code with one safeguard taken out of each, and what must then go wrong.
 
 A mutant is made by replacing exact pieces of the source. A piece that is not found exactly once is an error, so a mutant cannot
-go stale unnoticed. `legal` edits are delays where the protocol allows any delay: the control is built with them too, and must pass.
+go stale unnoticed. `legal` edits are delays where the protocol allows any delay: the control has them too, and must pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Schedule:
     """What both ranks do: a call for each of `sizes` (elements), then the results are compared.
 
     `late_calls`: before these (from 0) rank 1 lets its GPU sleep. `data`: `integers`, or every element one value: `all ones`
-    (bits), `-0.0`. `is_chained`: a call reduces what the call before put out. `count`: the number of calls that the counters start from.
+    (bits), `-0.0`. `is_chained`: a call reduces what the call before put out. `count`: what the call counters hold at the start.
     `num_replays`: the calls are captured in a graph and replayed so often, each time with other data, rank 1 late each time.
     `is_calm`: one call at a time instead, nobody late.
     """
