@@ -48,7 +48,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Mutant:
-    """`edits` take the safeguard out of `stem`; under `schedule` a rank must then meet one of `faults`.
+    """`edits` take the safeguard out of `stem`; under `schedule` some rank must then meet one of `faults`.
 
     `is_certain`: whether the schedule forces the fault. If not, the hardware may keep an order that it does not promise.
     `is_host_counted`: the host gives each launch its number. `empty`: 4 bytes that fill the sentinel's inboxes, where not as the

@@ -11,7 +11,7 @@ import torch
 from tests.ranks.mutants import MUTANTS, SIGNAL_MUTANTS, SOURCES, edited_sources
 from tests.ranks_harness import run_ranks
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 ALL = {**MUTANTS, **SIGNAL_MUTANTS}
 
@@ -41,7 +41,8 @@ def test_a_removed_safeguard_is_caught(outcomes, name):
     faults = [fault for fault in outcome.mutant if fault is not None]
     if not faults and not mutant.is_certain:
         pytest.skip("this hardware keeps the order that the mutant no longer asks for")
-    assert faults and all(fault.startswith(mutant.faults) for fault in faults), outcome.mutant
+    # Once a rank has gone wrong, the other may go wrong in another way.
+    assert any(fault.startswith(mutant.faults) for fault in faults), outcome.mutant
     print(name, "->", outcome.mutant)
 
 
