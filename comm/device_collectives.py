@@ -26,7 +26,7 @@ LAMPORT_CTAS, LAMPORT_THREADS = 64, 256
 CTA_PACKETS = 2048  # of one CTA and source
 SENTINEL_CTAS, CTA_VECTORS = 128, 1024
 SENTINEL_THREADS = ((512 << 10, 256), (sys.maxsize, 512))  # largest message in bytes, threads that were fastest up to there
-WARP = 32
+WARP, MAX_THREADS = 32, 512
 NORM_ROWS, NORM_CTAS, NORM_THREADS = 32, 8, 256  # rows a call, most CTAs a row, threads a CTA
 NORM_UNITS, NORM_PACKETS = 4, 1024  # most units a thread, packets a CTA
 ONE_SHOT_CTAS, TWO_SHOT_CTAS = 32, 128
@@ -139,9 +139,14 @@ class DeviceCollectives:
     def all_reduce_lamport(
         self, x: torch.Tensor, out: torch.Tensor | None = None, threads: int = LAMPORT_THREADS
     ) -> torch.Tensor:
-        """Sum of `x` over the ranks into `out` (default: in place). Messages beyond one call's room go in several."""
+        """Sum of `x` over the ranks into `out` (default: in place). Messages beyond one call's room go in several.
+
+        *Raises*, like all of these, `TypeError` for tensors that are not on a GPU, contiguous and of one of the three dtypes, and
+        `ValueError` for sizes and alignments that do not fit, before anything is enqueued.
+        """
         out = x if out is None else out
-        self._check(x, out)
+        _check_sum(x, out)
+        _check_threads(threads)
         room = self._most(LAMPORT_CTAS, threads) * CTA_PACKETS * UNIT_BYTES // x.element_size()
         for start in range(0, x.numel(), room):
             self._lamport_once(x.view(-1)[start : start + room], out.view(-1)[start : start + room], threads)
@@ -158,9 +163,10 @@ class DeviceCollectives:
     ) -> torch.Tensor:
         """As `all_reduce_lamport`, for larger messages: half the bytes, and what was read is cleared."""
         out = x if out is None else out
-        self._check(x, out)
+        _check_sum(x, out)
         if threads is None:
             threads = next(threads for most, threads in SENTINEL_THREADS if x.numel() * x.element_size() <= most)
+        _check_threads(threads)
         most = self._most(SENTINEL_CTAS, threads)
         room = most * CTA_VECTORS * 16 // x.element_size()
         for start in range(0, x.numel(), room):
@@ -186,11 +192,12 @@ class DeviceCollectives:
     ) -> torch.Tensor:
         """`residual += sum of x over the ranks; normed = RMSNorm(residual) * weight`, all `[rows, hidden]` of one dtype.
 
-        A cluster of up to `ctas` CTAs of up to `threads` threads takes a row. Rows beyond one call's go in several.
+        A row fills whole units of 8 bytes, and the tensors are aligned to that. A cluster of up to `ctas` CTAs of up to `threads`
+        threads takes a row. Rows beyond one call's go in several.
         """
+        _check_norm(x, residual, weight, normed)
         rows, hidden = x.shape
-        self._check(x, residual, normed, weight)
-        ctas, threads = norm_grid(-(-hidden * x.element_size() // UNIT_BYTES), ctas, threads)
+        ctas, threads = norm_grid(hidden * x.element_size() // UNIT_BYTES, ctas, threads)
         room = self._most(NORM_ROWS, ctas * threads)
         for start in range(0, rows, room):
             part = slice(start, min(start + room, rows))
@@ -203,7 +210,7 @@ class DeviceCollectives:
 
     def all_reduce_one_shot(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         out = x if out is None else out
-        self._check(x, out)
+        _check_sum(x, out)
         cta_units = self.capacity.one_shot_bytes // UNIT_BYTES // ONE_SHOT_CTAS
         most = self._most(ONE_SHOT_CTAS, ONE_SHOT_THREADS)
         room = most * cta_units * UNIT_BYTES // x.element_size()
@@ -221,7 +228,7 @@ class DeviceCollectives:
 
     def all_reduce_two_shot(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         out = x if out is None else out
-        self._check(x, out)
+        _check_sum(x, out)
         most = self._most(TWO_SHOT_CTAS, TWO_SHOT_THREADS)
         room = most * self.size * self.capacity.two_shot_cta_vectors(self.size) * 16 // x.element_size()
         for start in range(0, x.numel(), room):
@@ -261,14 +268,40 @@ class DeviceCollectives:
         stream = torch.cuda.current_stream().cuda_stream
         self._kernels[name, dtype].launch(ctas, threads, (params,), stream, cluster=cluster, is_pdl=self.is_pdl)
 
-    def _check(self, *tensors: torch.Tensor) -> None:
-        for tensor in tensors:
-            if not tensor.is_cuda or not tensor.is_contiguous() or tensor.dtype not in ELEMS:
-                raise TypeError(
-                    f"a collective needs contiguous bf16, fp16 or fp32 tensors on a GPU, not {tensor.dtype} on {tensor.device}"
-                )
-            if tensor.dtype != tensors[0].dtype:
-                raise TypeError(f"the tensors of a collective have one dtype, not {tensors[0].dtype} and {tensor.dtype}")
+
+def _check(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        if not tensor.is_cuda:
+            raise TypeError(f"a collective needs tensors on a GPU, not on {tensor.device}")
+        if tensor.dtype not in ELEMS:
+            raise TypeError(f"a collective sums bf16, fp16 or fp32, not {tensor.dtype}")
+        if tensor.dtype != tensors[0].dtype:
+            raise TypeError(f"the tensors of a collective have one dtype, not {tensors[0].dtype} and {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise TypeError(f"a collective needs contiguous tensors, not strides {tensor.stride()} of {tuple(tensor.shape)}")
+
+
+def _check_sum(x: torch.Tensor, out: torch.Tensor) -> None:
+    _check(x, out)
+    if x.numel() != out.numel():
+        raise ValueError(f"the sum of {x.numel()} elements does not fit an output of {out.numel()}")
+
+
+def _check_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, normed: torch.Tensor) -> None:
+    _check(x, residual, normed, weight)
+    if x.dim() != 2 or not residual.shape == normed.shape == x.shape or weight.shape != x.shape[1:]:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, residual, normed, weight))
+        raise ValueError(f"the fused norm takes x, residual and normed [rows, hidden] and weight [hidden], not {shapes}")
+    if x.shape[1] * x.element_size() % UNIT_BYTES:
+        raise ValueError(f"the fused norm needs rows of a multiple of {UNIT_BYTES} bytes, not {x.shape[1]} elements of {x.dtype}")
+    if not _is_aligned(UNIT_BYTES, x, residual, weight, normed):
+        raise ValueError(f"the fused norm needs tensors aligned to {UNIT_BYTES} bytes")
+
+
+def _check_threads(threads: int) -> None:
+    """A power of two, so that whole rounds of threads fill a CTA's buffer."""
+    if not WARP <= threads <= MAX_THREADS or threads & threads - 1:
+        raise ValueError(f"a CTA has {WARP} to {MAX_THREADS} threads, a power of two, not {threads}")
 
 
 def norm_grid(units: int, max_ctas: int = NORM_CTAS, max_threads: int = NORM_THREADS) -> tuple[int, int]:

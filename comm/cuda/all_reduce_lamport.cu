@@ -5,7 +5,7 @@
 
 extern "C" __global__ void __launch_bounds__(512) all_reduce_lamport(const __grid_constant__ LamportParams p) {
     wait_for_prerequisites();
-    u32 epoch = ld_relaxed_sys(p.epochs + blockIdx.x) + 1;
+    u32 epoch = next_call(ld_relaxed_sys(p.epochs + blockIdx.x));
     long stride = static_cast<long>(gridDim.x) * blockDim.x;
     long begin = static_cast<long>(blockIdx.x) * blockDim.x + threadIdx.x;
     long num_units = (p.num_elems + UNIT_ELEMS - 1) / UNIT_ELEMS;

@@ -42,7 +42,7 @@ __device__ __forceinline__ void reduce_and_norm(const NormParams& n, Shared& sha
     for (int k = 0; k < K; ++k)
         if (begin + k * step < units) weight[k].word = *reinterpret_cast<const u64*>(n.weight + (begin + k * step) * UNIT_ELEMS);
     wait_for_prerequisites();
-    u32 epoch = ld_relaxed_sys(p.epochs + blockIdx.x) + 1;
+    u32 epoch = next_call(ld_relaxed_sys(p.epochs + blockIdx.x));
 #pragma unroll
     for (int k = 0; k < K; ++k) {
         if (begin + k * step < units) {

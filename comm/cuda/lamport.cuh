@@ -5,7 +5,8 @@
 //
 // Each CTA is a world of its own: CTA b of one rank talks to CTA b of the others, in a buffer that belongs to b, and counts the
 // calls it took part in (`epochs[b]`, in device memory, so that a replayed graph goes on counting). All ranks make the same calls
-// with the same grids, so the counts agree.
+// with the same grids, so the counts agree. A count wraps (`next_call`): a stale packet could pass for a fresh one only in a place
+// that was last written exactly 2^32 - 4 calls ago.
 //
 // Why two slots are enough. A CTA writes slot e % 2 of a peer at its call e; the peer read that slot at its call e - 2. Before call
 // e, this rank finished call e - 1, for which at least one packet of the peer's CTA b and call e - 1 arrived: no grid has a CTA with

@@ -19,6 +19,7 @@ SOUND = {
     "lamport, 2 ranks, late clearing": lamport(2, 6, num_words=2, is_clear_late=True),
     "lamport, 3 ranks": lamport(3, 6),
     "lamport, 3 ranks, late clearing": lamport(3, 6, is_clear_late=True),
+    "lamport, counter wraps in step with its slots": lamport(2, 8, modulus=6),
     "lamport, two slots each re-armed by its reader": lamport(2, 6, num_slots=2, clears="own"),
 }
 
@@ -35,6 +36,7 @@ BROKEN = {
     "channel that acknowledges before it reads": (signal_channel(2, 4, is_ack_first=True), "wrong data"),
     "lamport with two slots and lazy clearing": (lamport(2, 3, num_slots=2), "deadlock"),
     "lamport with two slots and lazy clearing, 3 ranks": (lamport(3, 3, num_slots=2), "deadlock"),
+    "lamport, a counter whose wrap puts its slots out of turn": (lamport(2, 5, modulus=4), "wrong data"),
     "lamport with -0.0 not sanitised": (lamport(2, 2, is_sanitised=False), "deadlock"),
 }
 
