@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from comm.device_vocabulary import vocabulary_regions
 from comm.device_watch import DeviceWatch, WatchParams
 from comm.heap import DeviceHeap, Layout, Region
 
@@ -97,7 +98,7 @@ class Capacity:
 
 
 def layout_for(size: int, capacity: Capacity = Capacity()) -> Layout:
-    """The heap that `DeviceCollectives` of `size` ranks needs."""
+    """The heap that `DeviceCollectives` and `DeviceVocabulary` of `size` ranks need."""
     return Layout.of(
         [
             Region("lamport_inbox", 2 * size * LAMPORT_CTAS * CTA_PACKETS * PACKET_BYTES),
@@ -108,7 +109,8 @@ def layout_for(size: int, capacity: Capacity = Capacity()) -> Layout:
             Region("two_shot_parts", 2 * TWO_SHOT_CTAS * size * capacity.two_shot_cta_vectors(size) * 16),
             Region("two_shot_flags", 2 * TWO_SHOT_CTAS * size * 4),
             Region("epochs", EPOCH_BANKS * EPOCH_WORDS * 4),
-        ]
+        ],
+        vocabulary_regions(size),
     )
 
 

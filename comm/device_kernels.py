@@ -6,6 +6,7 @@ import torch
 
 from comm.device_collectives import ELEMS, SOURCES, LamportParams, NormParams, OneShotParams, SentinelParams, TwoShotParams
 from comm.device_signal import PutParams, TakeParams
+from comm.device_vocabulary import ArgmaxParams, DrawParams, GatherParams
 from kernels.build import Build
 from kernels.launch_kernel import Kernel, load
 
@@ -15,6 +16,8 @@ ENTRY_POINTS = {
     "all_reduce_sentinel": {"all_reduce_sentinel": SentinelParams},
     "all_reduce_one_shot": {"all_reduce_one_shot": OneShotParams},
     "all_reduce_two_shot": {"all_reduce_two_shot": TwoShotParams},
+    "argmax_lamport": {"argmax_lamport": ArgmaxParams, "draw_lamport": DrawParams},
+    "gather_lamport": {"gather_lamport": GatherParams},
 }
 
 

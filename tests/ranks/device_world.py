@@ -10,6 +10,7 @@ import torch
 
 from comm.device_collectives import Capacity, DeviceCollectives, layout_for
 from comm.device_kernels import load_collectives
+from comm.device_vocabulary import DeviceVocabulary
 from comm.device_watch import DeviceWatch
 from comm.heap_ipc import IpcHeap
 from comm.heap_nvshmem import NvshmemHeap
@@ -26,6 +27,7 @@ class DeviceWorld:
     size: int
     group: ProcessGroup
     collectives: DeviceCollectives
+    vocabulary: DeviceVocabulary
     watch: DeviceWatch
 
     def agree(self, value: object) -> list:
@@ -45,9 +47,11 @@ def device_world(
     heap = HEAPS[heap_kind](rank, size, device, layout_for(size, capacity), group.exchange)
     watch = DeviceWatch(deadline_s)
     per_gpu = -(-size // torch.cuda.device_count())
-    collectives = DeviceCollectives(heap, watch, load_collectives(Build(default_cache_folder())), capacity, is_pdl, per_gpu)
+    kernels = load_collectives(Build(default_cache_folder()))
+    collectives = DeviceCollectives(heap, watch, kernels, capacity, is_pdl, per_gpu)
+    vocabulary = DeviceVocabulary(heap, watch, kernels, is_pdl, per_gpu)
     group.exchange(None)
-    yield DeviceWorld(rank, size, group, collectives, watch)
+    yield DeviceWorld(rank, size, group, collectives, vocabulary, watch)
     torch.cuda.synchronize()
     watch.check()
     heap.close()

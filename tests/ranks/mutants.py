@@ -98,8 +98,8 @@ def _delay(when: str) -> str:
 
 
 LAMPORT, PACKETS, SENTINEL, ONE_SHOT, TWO_SHOT, SIGNAL, WAIT = (
-    "all_reduce_lamport.cu", "lamport.cuh", "all_reduce_sentinel.cu", "all_reduce_one_shot.cu", "all_reduce_two_shot.cu", "signal_channel.cu",
-    "wait.cuh",
+    "all_reduce_lamport.cu", "lamport.cuh", "all_reduce_sentinel.cu", "all_reduce_one_shot.cu", "all_reduce_two_shot.cu",
+    "signal_channel.cu", "wait.cuh",
 )  # fmt: skip
 ALWAYS_LATE = tuple(range(8))
 NEAR_WRAP = Schedule(late_calls=ALWAYS_LATE, count=0xFFFFFFFB)  # numbers ...fc to ...ff, then the first four after the wrap
