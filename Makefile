@@ -24,7 +24,7 @@ MPS      ?= sh launch/with_mps.sh
 ARCH     ?= sm_90a
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test test-ranks lint kernels bench-comm bench-signal bench-soak bench-cpu clean
+.PHONY: help setup model demo test test-ranks memcheck lint kernels bench-comm bench-signal bench-soak bench-cpu clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -61,6 +61,9 @@ kernels: $(COMPILER)  ## Compile every CUDA source ahead of time (ARCH=sm_90a); 
 
 test-ranks:  ## On a machine with GPUs: collectives at 2, 4 and 8 ranks (more ranks than GPUs need MPS)
 	$(PYTHON) -m pytest -q tests/ranks
+
+memcheck:  ## On a machine with two GPUs: every collective under compute-sanitizer's memcheck
+	PYTHON=$(PYTHON) sh tests/ranks/memcheck.sh
 
 bench-comm:  ## On a machine with GPUs: all-reduce latency against NCCL, TP= ranks
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(TP) -m engine.bench.comm --record results/all_reduce.jsonl

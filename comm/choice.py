@@ -12,6 +12,7 @@ from comm.communicator import Communicator
 from comm.device_collectives import Capacity, DeviceCollectives, layout_for
 from comm.device_communicator import DeviceCommunicator
 from comm.device_kernels import load_collectives
+from comm.device_vocabulary import DeviceVocabulary
 from comm.device_watch import DeviceWatch
 from comm.gloo import GlooCommunicator
 from comm.heap_ipc import IpcHeap
@@ -138,9 +139,10 @@ def _open_ipc(site: _Site, reason: str) -> Communicator:
     heap = IpcHeap(world.rank, world.size, world.device.index, layout_for(world.size, capacity), group.exchange)
     ranks_per_gpu = -(-world.local_size // torch.cuda.device_count())
     collectives = DeviceCollectives(heap, device_watch, kernels, capacity, ranks_per_gpu=ranks_per_gpu)
+    vocabulary = DeviceVocabulary(heap, device_watch, kernels, ranks_per_gpu=ranks_per_gpu)
     group.exchange(None)  # all inboxes are ready before anybody sends
     control = GlooCommunicator(group, "")
-    communicator = DeviceCommunicator(heap, collectives, device_watch, control, reason)
+    communicator = DeviceCommunicator(heap, collectives, vocabulary, device_watch, control, reason)
     verdict = self_test(communicator, control, DEVICE_TEST_BYTES, world.device, (1, 7, 1025, 100_003))
     _agree_or_raise(group, verdict, "its self-test failed on ", undo=heap.abandon)
     return communicator

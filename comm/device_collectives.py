@@ -8,12 +8,14 @@ graph can be replayed any number of times, mixed with eager calls.
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from comm.device_vocabulary import vocabulary_regions
 from comm.device_watch import DeviceWatch, WatchParams
 from comm.heap import DeviceHeap, Layout, Region
 
@@ -21,12 +23,18 @@ SOURCES = Path(__file__).parent / "cuda"
 MAX_RANKS = 8
 UNIT_BYTES, PACKET_BYTES = 8, 16
 ELEMS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-LAMPORT_CTAS, LAMPORT_THREADS = 64, 512
+LAMPORT_CTAS, LAMPORT_THREADS = 64, 256
 CTA_PACKETS = 2048  # of one CTA and source
-SENTINEL_CTAS, SENTINEL_THREADS, CTA_VECTORS = 128, 512, 1024
-NORM_ROWS, NORM_CTAS, NORM_THREADS, NORM_PACKETS = 32, 8, 256, 1024  # rows a call, most CTAs a row, packets a CTA
+SENTINEL_CTAS, CTA_VECTORS = 128, 1024
+SENTINEL_THREADS = ((512 << 10, 256), (sys.maxsize, 512))  # largest message in bytes, threads that were fastest up to there
+WARP, MAX_THREADS = 32, 512
+NORM_ROWS, NORM_CTAS, NORM_THREADS = 32, 8, 256  # rows a call, most CTAs a row, threads a CTA
+NORM_UNITS, NORM_PACKETS = 4, 1024  # most units a thread, packets a CTA
 ONE_SHOT_CTAS, TWO_SHOT_CTAS = 32, 128
 ONE_SHOT_THREADS, TWO_SHOT_THREADS = 512, 512
+# Where ranks share a GPU, the kernels of all of them and those launched early behind them take no more of it than this, so that
+# each has a place however many registers it uses.
+SHARED_THREADS_PER_SM = 512
 EPOCH_BANKS, EPOCH_WORDS = 6, 256  # counters of each kind of call, one a CTA
 
 
@@ -90,7 +98,7 @@ class Capacity:
 
 
 def layout_for(size: int, capacity: Capacity = Capacity()) -> Layout:
-    """The heap that `DeviceCollectives` of `size` ranks needs."""
+    """The heap that `DeviceCollectives` and `DeviceVocabulary` of `size` ranks need."""
     return Layout.of(
         [
             Region("lamport_inbox", 2 * size * LAMPORT_CTAS * CTA_PACKETS * PACKET_BYTES),
@@ -101,7 +109,8 @@ def layout_for(size: int, capacity: Capacity = Capacity()) -> Layout:
             Region("two_shot_parts", 2 * TWO_SHOT_CTAS * size * capacity.two_shot_cta_vectors(size) * 16),
             Region("two_shot_flags", 2 * TWO_SHOT_CTAS * size * 4),
             Region("epochs", EPOCH_BANKS * EPOCH_WORDS * 4),
-        ]
+        ],
+        vocabulary_regions(size),
     )
 
 
@@ -120,34 +129,48 @@ class DeviceCollectives:
         """`ranks_per_gpu` above 1 (under MPS) takes smaller grids: a kernel spins until its peers' kernels answer, so those of
         all ranks of a GPU, and the ones launched early behind them, must fit on it together.
         """
-        self._grid_share = 1 if ranks_per_gpu == 1 else 2 * ranks_per_gpu
+        self._most_threads = None
+        if ranks_per_gpu > 1:
+            num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+            self._most_threads = num_sms * SHARED_THREADS_PER_SM // (2 * ranks_per_gpu)
         self.heap, self.watch, self.capacity, self.is_pdl = heap, watch, capacity, is_pdl
         self.rank, self.size = heap.rank, heap.size
         self._kernels = kernels
         heap.fill("sentinel_inbox", 0xFF)
 
-    def all_reduce_lamport(self, x: torch.Tensor, out: torch.Tensor | None = None, threads: int = 128) -> torch.Tensor:
-        """Sum of `x` over the ranks into `out` (default: in place). Messages beyond one call's room go in several."""
+    def all_reduce_lamport(
+        self, x: torch.Tensor, out: torch.Tensor | None = None, threads: int = LAMPORT_THREADS
+    ) -> torch.Tensor:
+        """Sum of `x` over the ranks into `out` (default: in place). Messages beyond one call's room go in several.
+
+        *Raises*, like all of these, `TypeError` for tensors that are not on a GPU, contiguous and of one of the three dtypes, and
+        `ValueError` for sizes and alignments that do not fit, before anything is enqueued.
+        """
         out = x if out is None else out
-        self._check(x, out)
-        room = self._most(LAMPORT_CTAS) * CTA_PACKETS * UNIT_BYTES // x.element_size()
+        _check_sum(x, out)
+        _check_threads(threads)
+        room = self._most(LAMPORT_CTAS, threads) * CTA_PACKETS * UNIT_BYTES // x.element_size()
         for start in range(0, x.numel(), room):
             self._lamport_once(x.view(-1)[start : start + room], out.view(-1)[start : start + room], threads)
         return out
 
     def _lamport_once(self, x: torch.Tensor, out: torch.Tensor, threads: int) -> None:
         units = -(-x.numel() * x.element_size() // UNIT_BYTES)
-        ctas = min(self._most(LAMPORT_CTAS), -(-units // threads))
+        ctas = min(self._most(LAMPORT_CTAS, threads), -(-units // threads))
         params = self._lamport_params("lamport_inbox", 0, x, out, LAMPORT_CTAS, CTA_PACKETS)
         self._launch("all_reduce_lamport", x.dtype, ctas, threads, params)
 
     def all_reduce_sentinel(
-        self, x: torch.Tensor, out: torch.Tensor | None = None, threads: int = SENTINEL_THREADS
+        self, x: torch.Tensor, out: torch.Tensor | None = None, threads: int | None = None
     ) -> torch.Tensor:
         """As `all_reduce_lamport`, for larger messages: half the bytes, and what was read is cleared."""
         out = x if out is None else out
-        self._check(x, out)
-        room = self._most(SENTINEL_CTAS) * CTA_VECTORS * 16 // x.element_size()
+        _check_sum(x, out)
+        if threads is None:
+            threads = next(threads for most, threads in SENTINEL_THREADS if x.numel() * x.element_size() <= most)
+        _check_threads(threads)
+        most = self._most(SENTINEL_CTAS, threads)
+        room = most * CTA_VECTORS * 16 // x.element_size()
         for start in range(0, x.numel(), room):
             source, target = x.view(-1)[start : start + room], out.view(-1)[start : start + room]
             vectors = -(-source.numel() * x.element_size() // 16)
@@ -156,7 +179,7 @@ class DeviceCollectives:
                 self.watch.params, source.numel(), self.rank, self.size, SENTINEL_CTAS, CTA_VECTORS,
                 _is_aligned(16, source, target),
             )  # fmt: skip
-            self._launch("all_reduce_sentinel", x.dtype, min(self._most(SENTINEL_CTAS), -(-vectors // threads)), threads, params)
+            self._launch("all_reduce_sentinel", x.dtype, min(most, -(-vectors // threads)), threads, params)
         return out
 
     def all_reduce_lamport_norm(
@@ -171,16 +194,13 @@ class DeviceCollectives:
     ) -> torch.Tensor:
         """`residual += sum of x over the ranks; normed = RMSNorm(residual) * weight`, all `[rows, hidden]` of one dtype.
 
-        A cluster of up to `ctas` CTAs takes a row. Rows beyond one call's go in several.
+        A row fills whole units of 8 bytes, and the tensors are aligned to that. A cluster of up to `ctas` CTAs of up to `threads`
+        threads takes a row. Rows beyond one call's go in several.
         """
+        _check_norm(x, residual, weight, normed)
         rows, hidden = x.shape
-        self._check(x, residual, normed, weight)
-        units = -(-hidden * x.element_size() // UNIT_BYTES)
-        while ctas > 1 and units <= ctas // 2 * threads:
-            ctas //= 2
-        if -(-units // (ctas * threads)) * threads > NORM_PACKETS:
-            raise ValueError(f"a row of {hidden} elements does not fit {ctas} CTAs of {threads} threads")
-        room = self._most(NORM_ROWS)
+        ctas, threads = norm_grid(hidden * x.element_size() // UNIT_BYTES, ctas, threads)
+        room = self._most(NORM_ROWS, ctas * threads)
         for start in range(0, rows, room):
             part = slice(start, min(start + room, rows))
             reduce = self._lamport_params("norm_inbox", 1, x[part], normed[part], NORM_ROWS * NORM_CTAS, NORM_PACKETS)
@@ -192,9 +212,9 @@ class DeviceCollectives:
 
     def all_reduce_one_shot(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         out = x if out is None else out
-        self._check(x, out)
+        _check_sum(x, out)
         cta_units = self.capacity.one_shot_bytes // UNIT_BYTES // ONE_SHOT_CTAS
-        most = self._most(ONE_SHOT_CTAS)
+        most = self._most(ONE_SHOT_CTAS, ONE_SHOT_THREADS)
         room = most * cta_units * UNIT_BYTES // x.element_size()
         for start in range(0, x.numel(), room):
             source, target = x.view(-1)[start : start + room], out.view(-1)[start : start + room]
@@ -210,8 +230,8 @@ class DeviceCollectives:
 
     def all_reduce_two_shot(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         out = x if out is None else out
-        self._check(x, out)
-        most = self._most(TWO_SHOT_CTAS)
+        _check_sum(x, out)
+        most = self._most(TWO_SHOT_CTAS, TWO_SHOT_THREADS)
         room = most * self.size * self.capacity.two_shot_cta_vectors(self.size) * 16 // x.element_size()
         for start in range(0, x.numel(), room):
             source, target = x.view(-1)[start : start + room], out.view(-1)[start : start + room]
@@ -234,9 +254,9 @@ class DeviceCollectives:
             self.rank, self.size, max_ctas, packets, _is_aligned(8, x, out),
         )  # fmt: skip
 
-    def _most(self, ctas: int) -> int:
-        """The largest grid this rank may launch, of at most `ctas`."""
-        return max(1, ctas // self._grid_share)
+    def _most(self, ctas: int, threads: int) -> int:
+        """The largest grid of CTAs of `threads` threads that this rank may launch, of at most `ctas`."""
+        return ctas if self._most_threads is None else max(1, min(ctas, self._most_threads // threads))
 
     def _addresses(self, region: str) -> Any:
         return _Pointers(*(self.heap.address(peer, region) for peer in range(self.size)))
@@ -250,14 +270,53 @@ class DeviceCollectives:
         stream = torch.cuda.current_stream().cuda_stream
         self._kernels[name, dtype].launch(ctas, threads, (params,), stream, cluster=cluster, is_pdl=self.is_pdl)
 
-    def _check(self, *tensors: torch.Tensor) -> None:
-        for tensor in tensors:
-            if not tensor.is_cuda or not tensor.is_contiguous() or tensor.dtype not in ELEMS:
-                raise TypeError(
-                    f"a collective needs contiguous bf16, fp16 or fp32 tensors on a GPU, not {tensor.dtype} on {tensor.device}"
-                )
-            if tensor.dtype != tensors[0].dtype:
-                raise TypeError(f"the tensors of a collective have one dtype, not {tensors[0].dtype} and {tensor.dtype}")
+
+def _check(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        if not tensor.is_cuda:
+            raise TypeError(f"a collective needs tensors on a GPU, not on {tensor.device}")
+        if tensor.dtype not in ELEMS:
+            raise TypeError(f"a collective sums bf16, fp16 or fp32, not {tensor.dtype}")
+        if tensor.dtype != tensors[0].dtype:
+            raise TypeError(f"the tensors of a collective have one dtype, not {tensors[0].dtype} and {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise TypeError(f"a collective needs contiguous tensors, not strides {tensor.stride()} of {tuple(tensor.shape)}")
+
+
+def _check_sum(x: torch.Tensor, out: torch.Tensor) -> None:
+    _check(x, out)
+    if x.numel() != out.numel():
+        raise ValueError(f"the sum of {x.numel()} elements does not fit an output of {out.numel()}")
+
+
+def _check_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, normed: torch.Tensor) -> None:
+    _check(x, residual, normed, weight)
+    if x.dim() != 2 or not residual.shape == normed.shape == x.shape or weight.shape != x.shape[1:]:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, residual, normed, weight))
+        raise ValueError(f"the fused norm takes x, residual and normed [rows, hidden] and weight [hidden], not {shapes}")
+    if x.shape[1] * x.element_size() % UNIT_BYTES:
+        raise ValueError(f"the fused norm needs rows of a multiple of {UNIT_BYTES} bytes, not {x.shape[1]} elements of {x.dtype}")
+    if not _is_aligned(UNIT_BYTES, x, residual, weight, normed):
+        raise ValueError(f"the fused norm needs tensors aligned to {UNIT_BYTES} bytes")
+
+
+def _check_threads(threads: int) -> None:
+    """A power of two, so that whole rounds of threads fill a CTA's buffer."""
+    if not WARP <= threads <= MAX_THREADS or threads & threads - 1:
+        raise ValueError(f"a CTA has {WARP} to {MAX_THREADS} threads, a power of two, not {threads}")
+
+
+def norm_grid(units: int, max_ctas: int = NORM_CTAS, max_threads: int = NORM_THREADS) -> tuple[int, int]:
+    """CTAs of a row's cluster, and threads of each, for a row of `units` units. Every CTA gets at least one warp of them.
+
+    *Raises* `ValueError` for a row that is too long.
+    """
+    ctas = next(ctas for ctas in (8, 4, 2, 1) if ctas <= max_ctas and (ctas - 1) * WARP < units or ctas == 1)
+    warps = -(-units // (WARP * ctas))
+    threads = min(max_threads, warps * WARP)
+    if -(-units // (ctas * threads)) * threads > min(NORM_PACKETS, NORM_UNITS * threads):
+        raise ValueError(f"a row of {units * UNIT_BYTES} bytes is too long for a norm of {ctas} CTAs of {threads} threads")
+    return ctas, threads
 
 
 def _is_aligned(num_bytes: int, *tensors: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from comm.communicator import Communicator
 from comm.device_collectives import ELEMS, DeviceCollectives
+from comm.device_vocabulary import DeviceVocabulary
 from comm.device_watch import DeviceWatch
 from comm.gloo import GlooCommunicator
 from comm.heap import DeviceHeap
@@ -22,7 +23,7 @@ LARGE = "all_reduce_two_shot"
 
 
 class DeviceCommunicator(Communicator):
-    """`Communicator` over `collectives`; `control` carries what is not on the GPU. Closes `heap` and `control`.
+    """`Communicator` over `collectives` and `vocabulary`; `control` carries what is not on the GPU. Closes `heap` and `control`.
 
     Reductions are enqueued on torch's current stream and never wait for the host. A kernel that gave up waiting for a peer is
     noticed at the next call.
@@ -34,12 +35,14 @@ class DeviceCommunicator(Communicator):
         self,
         heap: DeviceHeap,
         collectives: DeviceCollectives,
+        vocabulary: DeviceVocabulary,
         device_watch: DeviceWatch,
         control: GlooCommunicator,
         reason: str,
     ):
         self.rank, self.size, self.reason = heap.rank, heap.size, reason
         self._heap, self._collectives, self._device_watch, self._control = heap, collectives, device_watch, control
+        self.vocabulary = vocabulary
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._device_watch.check()
@@ -51,14 +54,11 @@ class DeviceCommunicator(Communicator):
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
-        """*Numbers*: a sum of each part with zeros, which is exact. *Cost*: `size` times a gather's bytes; logits are few."""
+        """Never waits for the host where `x` is on the GPU and of a type of `ELEMS`; gloo carries what is not."""
+        self._device_watch.check()
         if not x.is_cuda or x.dtype not in ELEMS:
             return self._control.gather(x)
-        width = x.shape[-1]
-        whole = torch.zeros(*x.shape[:-1], self.size * width, dtype=x.dtype, device=x.device)
-        whole[..., self.rank * width : (self.rank + 1) * width] = x
-        self.all_reduce(whole)
-        return whole if self.rank == 0 else None
+        return self.vocabulary.gather(x.contiguous(), root=0)
 
     def broadcast_ints(self, values: Sequence[int] | None) -> list[int]:
         self._device_watch.check()

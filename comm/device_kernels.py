@@ -6,15 +6,24 @@ import torch
 
 from comm.device_collectives import ELEMS, SOURCES, LamportParams, NormParams, OneShotParams, SentinelParams, TwoShotParams
 from comm.device_signal import MoveParams, RelayParams
+from comm.device_vocabulary import ArgmaxParams, DrawParams, GatherParams
 from comm.link_echo import EchoParams
 from kernels.build import Build
 from kernels.launch_kernel import Kernel, load
 
 ENTRY_POINTS = {
-    "all_reduce_lamport": {"all_reduce_lamport": LamportParams, "all_reduce_lamport_norm": NormParams},
+    "all_reduce_lamport": {"all_reduce_lamport": LamportParams},
+    "all_reduce_lamport_norm": {"all_reduce_lamport_norm": NormParams},
     "all_reduce_sentinel": {"all_reduce_sentinel": SentinelParams},
     "all_reduce_one_shot": {"all_reduce_one_shot": OneShotParams},
     "all_reduce_two_shot": {"all_reduce_two_shot": TwoShotParams},
+    "argmax_lamport": {"argmax_lamport": ArgmaxParams, "draw_lamport": DrawParams},
+    "gather_lamport": {"gather_lamport": GatherParams},
+}
+SIGNAL_ENTRY_POINTS = {
+    f"{shape}_{verb}": kind
+    for shape in ("packet", "signal")
+    for verb, kind in (("put", MoveParams), ("take", MoveParams), ("relay", RelayParams))
 }
 
 
@@ -30,11 +39,9 @@ def load_collectives(build: Build, dtypes: tuple[torch.dtype, ...] = tuple(ELEMS
 
 
 def load_signal(build: Build) -> dict[str, Kernel]:
-    """`<shape>_<verb>`: put, take and relay of each shape of `comm/device_signal.py`; they move bytes of any type."""
+    """`<shape>_<verb>` of `comm/device_signal.py`; they move bytes of any type."""
     module = load(build.cubin(SOURCES / "signal_channel.cu", [SOURCES], {"ELEM": 0}), "signal_channel")
-    params = {"put": MoveParams, "take": MoveParams, "relay": RelayParams}
-    names = [(f"{shape}_{verb}", kind) for shape in ("packet", "signal") for verb, kind in params.items()]
-    return {name: module.function(name, (kind,)) for name, kind in names}
+    return {name: module.function(name, (kind,)) for name, kind in SIGNAL_ENTRY_POINTS.items()}
 
 
 def load_link_echo(build: Build) -> Kernel:

@@ -10,16 +10,11 @@ Closing is ordered: freeing memory that a peer still has mapped is undefined. `c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
+from comm.agreement import Exchange, agreed
 from comm.heap import DeviceHeap, Layout
-from launch.errors import DoorbellError, HeapExhausted
+from launch.errors import HeapExhausted
 
 SLAB_MULTIPLE = 2 << 20
-
-Exchange = Callable[[Any], list[Any]]
-"""All-gather of a small JSON-like value; collective."""
 
 
 class IpcHeap(DeviceHeap):
@@ -40,9 +35,10 @@ class IpcHeap(DeviceHeap):
         self._bases: list[int] = [0] * size
         num_bytes = -(-layout.num_bytes // SLAB_MULTIPLE) * SLAB_MULTIPLE
         with cupy.cuda.Device(device):
-            handle = self._agreed(lambda: self._allocate(num_bytes))
+            errors = (self._runtime.CUDARuntimeError,)
+            handle = agreed(exchange, "CUDA IPC", lambda: self._allocate(num_bytes), errors)
             handles = exchange(handle)
-            self._agreed(lambda: self._open(handles))
+            agreed(exchange, "CUDA IPC", lambda: self._open(handles), errors)
 
     def address(self, peer: int, name: str) -> int:
         return self._bases[peer] + self.layout.offsets[name]
@@ -84,17 +80,3 @@ class IpcHeap(DeviceHeap):
         for peer, handle in enumerate(handles):
             if peer != self.rank:
                 self._bases[peer] = self._runtime.ipcOpenMemHandle(bytes.fromhex(handle))
-
-    def _agreed(self, attempt: Callable[[], Any]) -> Any:
-        """Run `attempt` on all ranks; if it failed on one, raise on all."""
-        failure, value = None, None
-        try:
-            value = attempt()
-        except (self._runtime.CUDARuntimeError, DoorbellError) as error:
-            failure = error
-        failures = [(peer, text) for peer, text in enumerate(self._exchange(None if failure is None else str(failure))) if text]
-        if failures:
-            peer, text = failures[0]
-            kind = HeapExhausted if isinstance(failure, HeapExhausted) else DoorbellError
-            raise kind(f"CUDA IPC failed on rank {peer}: {text}") from failure
-        return value

@@ -13,21 +13,17 @@ import mmap
 import os
 import re
 import secrets
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from comm.agreement import Exchange, agree
 from comm.heap import Layout, SymmetricHeap
 from comm.words import Words
 from launch.errors import DoorbellError, HeapExhausted
 
 SHM_FOLDER = Path("/dev/shm")
 _PREFIX = "doorbell-"
-
-Exchange = Callable[[Any], list[Any]]
-"""All-gather of a small JSON-like value; collective."""
 
 
 class PosixHeap(SymmetricHeap):
@@ -53,7 +49,7 @@ class PosixHeap(SymmetricHeap):
         except (OSError, HeapExhausted) as error:
             failure = error
         try:
-            _agree(exchange, rank, failure)
+            agree(exchange, failure)
             paths = exchange(str(segment.path))
             try:
                 self._maps = [
@@ -62,7 +58,7 @@ class PosixHeap(SymmetricHeap):
                 ]
             except OSError as error:
                 failure = DoorbellError(f"rank {rank} cannot see another rank's shared memory ({error.strerror})")
-            _agree(exchange, rank, failure)
+            agree(exchange, failure)
         finally:
             if segment is not None:
                 segment.unlink()
@@ -157,12 +153,3 @@ def _map(path: Path, num_bytes: int) -> mmap.mmap:
         return mmap.mmap(fd, num_bytes)
     finally:
         os.close(fd)
-
-
-def _agree(exchange: Exchange, rank: int, failure: Exception | None) -> None:
-    """All ranks learn of the first failure, and all raise it, so that they take the same way out."""
-    reports = exchange(None if failure is None else [isinstance(failure, HeapExhausted), str(failure)])
-    for report in reports:
-        if report is not None:
-            is_exhausted, message = report
-            raise (HeapExhausted if is_exhausted else DoorbellError)(message)

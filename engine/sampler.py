@@ -19,14 +19,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from engine.sampling_params import SamplingParams
+from kernels.gumbel import gumbel_noise
 
 # Temperatures below this are finite but indistinguishable from greedy in fp32, so they are greedy.
 GREEDY_BELOW = 1e-5
-
-# splitmix64's odd constants as signed 64-bit numbers.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 @dataclass(eq=False)
@@ -80,25 +76,15 @@ def stream_key(seed: int, row_key: object, sample_idx: int) -> bytes:
     return hashlib.blake2b(json.dumps([seed, row_key, sample_idx]).encode(), digest_size=16).digest()
 
 
-def gumbel(key: bytes, position: int, ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise (fp64, like `ids`), one number an id: a pure function of (key, position, id).
-
-    The bits are those of a splitmix64 stream (Steele, Lea and Flood 2014) that starts at a hash of key and position.
-    """
+def stream_start(key: bytes, position: int) -> int:
+    """Where the noise of the token at `position` (of the output) of a stream begins: a signed 64-bit hash."""
     digest = hashlib.blake2b(position.to_bytes(8, "little"), key=key, digest_size=8).digest()
-    # int64 arithmetic wraps around, which is what the generator wants of its unsigned 64 bits.
-    bits = (ids.long() + 1) * _GOLDEN + int.from_bytes(digest, "little", signed=True)
-    bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
-    bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
-    bits = bits ^ _shift_right(bits, 31)
-    # 53 bits and a half: strictly between 0 and 1, so that both logarithms are finite.
-    uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
-    return -(-uniform.log()).log()
+    return int.from_bytes(digest, "little", signed=True)
 
 
-def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Logical, not arithmetic."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)
+def gumbel(key: bytes, position: int, ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise (fp64, like `ids`), one number an id: a pure function of (key, position, id)."""
+    return gumbel_noise(stream_start(key, position), ids)
 
 
 def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[int | None]:

@@ -62,6 +62,29 @@ def prefer_loopback(environ: MutableMapping[str, str] | None = None) -> None:
     environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
+_NVSHMEM_SETTINGS = {
+    "NVSHMEM_DISABLE_NVLS": "1",  # else its start creates NVLink multicast objects
+    "NVSHMEM_REMOTE_TRANSPORT": "none",  # one machine; the default looks for InfiniBand
+    "NVSHMEM_DISABLE_NCCL": "1",  # else it opens NCCL communicators for collectives that we do not call
+    "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "1",  # else a thread spins for device-side calls that we do not make
+    "NVSHMEM_IGNORE_CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "1",  # its own kernels are one block: ranks under MPS need no quota
+}
+
+
+def prepare_nvshmem(heap_bytes: int, environ: MutableMapping[str, str] | None = None) -> None:
+    """Settings of NVSHMEM for the ranks of one machine; it reads them when it starts, so call this before.
+
+    `heap_bytes`: what will be allocated, for GPUs where NVSHMEM reserves its heap at start and cannot let it grow. These
+    settings replace the user's; the interface its ranks meet on is loopback unless the user named one, and all other
+    `NVSHMEM_` variables are left alone (`NVSHMEM_DEBUG=INFO` tells of the start, `NVSHMEM_DISABLE_CUDA_VMM=1` picks the
+    heap of `cudaMalloc` and CUDA IPC).
+    """
+    environ = os.environ if environ is None else environ
+    environ.update(_NVSHMEM_SETTINGS)
+    environ["NVSHMEM_SYMMETRIC_SIZE"] = str(heap_bytes)
+    environ.setdefault("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo")
+
+
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
     """Where this user's caches of Doorbell lie; not created here. None when the user has no home folder.
 

@@ -1,7 +1,7 @@
 // The textbook one-shot all-reduce: copy the part to where peers can read it, meet at a flag barrier, read all parts, add.
 //
 // Two data slots in turn, chosen by the call's number, which each CTA counts in device memory. Flags hold the number of the last
-// call that is ready and are compared for equality: no order is assumed of a counter that wraps.
+// call that is ready and are compared for equality: no order is assumed of a counter that wraps (`next_call`).
 //
 // Why two slots are enough: to overwrite slot e % 2 at call e a CTA must know that no peer still reads it for call e - 2. A peer sets
 // its flag to e - 1 after it finished call e - 2 (kernels of a stream follow each other), and this CTA saw that flag in call e - 1.
@@ -30,7 +30,7 @@ struct OneShotParams {
 
 extern "C" __global__ void __launch_bounds__(512) all_reduce_one_shot(const __grid_constant__ OneShotParams p) {
     wait_for_prerequisites();
-    u32 epoch = ld_relaxed_sys(p.epochs + blockIdx.x) + 1;
+    u32 epoch = next_call(ld_relaxed_sys(p.epochs + blockIdx.x));
     long stride = static_cast<long>(gridDim.x) * blockDim.x;
     long begin = static_cast<long>(blockIdx.x) * blockDim.x + threadIdx.x;
     long num_units = (p.num_elems + UNIT_ELEMS - 1) / UNIT_ELEMS;

@@ -74,7 +74,7 @@ __device__ __forceinline__ Vector load_peer(const Vector* source) {
 
 extern "C" __global__ void __launch_bounds__(512) all_reduce_two_shot(const __grid_constant__ TwoShotParams p) {
     wait_for_prerequisites();
-    u32 epoch = ld_relaxed_sys(p.epochs + blockIdx.x) + 1;
+    u32 epoch = next_call(ld_relaxed_sys(p.epochs + blockIdx.x));
     long num_vectors = (p.num_elems + VECTOR_ELEMS - 1) / VECTOR_ELEMS;
     long share = (num_vectors + p.size - 1) / p.size;
     long area = (static_cast<long>(epoch & 1) * p.max_ctas + blockIdx.x) * p.size * p.cta_vectors + threadIdx.x;

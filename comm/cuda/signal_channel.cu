@@ -71,7 +71,7 @@ __device__ __forceinline__ Turn next_turn(const End& end) {
     u32 last = ld_relaxed_sys(&end.state->number), due = ld_relaxed_sys(&end.state->slot), used[NUM_SLOTS];
     load_three(end.state->used, used);
     Turn turn;
-    turn.number = last == 0xffffffffu ? 1 : last + 1;
+    turn.number = next_call(last);
     turn.slot = end.fixed_slot < NUM_SLOTS ? end.fixed_slot : due;
     turn.before = choose(used, turn.slot);
     return turn;

@@ -73,6 +73,10 @@ __device__ __forceinline__ void st_relaxed_sys_pair(Pair* address, Pair pair) {
                  : "memory");
 }
 
+// The number of the call after number `count`. After the last one comes 4, not 0: a new inbox holds zeros, which must be no call's
+// number, and 2^32 - 1 and 3 leave the same rest by 2 and by 3, so that two or three slots stay in turn.
+__device__ __forceinline__ u32 next_call(u32 count) { return count == 0xffffffffu ? 4 : count + 1; }
+
 // A packet: 8 bytes of data, each half together with the number of the call it belongs to in one 8-byte word. Whoever sees the
 // number sees the half: arrival is the data, no fence and no second flag.
 __device__ __forceinline__ Pair pack(Unit unit, u32 epoch) {

@@ -19,13 +19,15 @@ def lamport(
     is_sanitised: bool = True,
     clears: str = "next",
     is_clear_late: bool = False,
+    modulus: int | None = None,
 ) -> Twin:
     """`size` ranks reduce `num_calls` messages; rank 0's second one is all -0.0.
 
     The defaults are the protocol: in call `g` a rank clears the slot of call `g - 1`, which is next pushed to in call
     `g + 2`. `clears`: `next` is that slot, seen from three slots; `own` is the slot just read, in the same call.
     `is_clear_late`: after the reads instead of before the waits; on a GPU other threads do it, at any time.
-    `is_sanitised`: whether -0.0 in the data is sent as +0.0.
+    `is_sanitised`: whether -0.0 in the data is sent as +0.0. `modulus`: call numbers wrap; the slots stay in turn only if
+    it is a multiple of their number.
     """
     memory: dict = {
         ("data", owner, slot, source, word): EMPTY
@@ -44,8 +46,9 @@ def lamport(
     for rank in range(size):
         program: list[Step] = []
         for call in range(1, num_calls + 1):
-            slot = call % num_slots
-            cleared = slot if clears == "own" else (call + num_slots - 1) % num_slots
+            number = call if modulus is None else call % modulus
+            slot = number % num_slots
+            cleared = slot if clears == "own" else (number + num_slots - 1) % num_slots
             words = [(source, word) for source in range(size) for word in range(num_words)]
             program += [
                 Step(Kind.STORE, ("data", owner, slot, rank, word), value(rank, call))

@@ -1,15 +1,15 @@
 """All-reduce latency on GPUs, us a call: dependent calls in one CUDA graph, the maximum over ranks, the median of repeats.
 
-Ours against NCCL in the same kind of graph. Every plain sum is checked before it is timed; the fused form is checked by
-`tests/ranks`, and its records say so. Start it with torchrun; ranks are dealt to
-the GPUs there are, and several on one GPU need MPS (NCCL is left out then: it refuses).
+Ours against NCCL in the same kind of graph. Everything is checked before it is timed. Start it with torchrun; ranks are dealt
+to the GPUs there are, and several on one GPU need MPS (NCCL is left out then: it refuses).
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -34,6 +34,10 @@ LAMPORT_LIMIT, ONE_SHOT_LIMIT = 256 << 10, 1 << 20
 SENTINEL_RANGE = (16 << 10, 4 << 20)
 NORM_ROWS = (1, 4, 8, 16, 32)
 HIDDEN = 8192
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# FlashInfer 0.6.14, trtllm one-shot with programmatic launch, bf16, on two H200 of the same kind: by bytes; fused, by rows.
+FLASHINFER_US = {16 << 10: 2.43, 128 << 10: 2.64, 512 << 10: 3.94}
+FLASHINFER_NORM_US = {1: 4.79, 8: 5.36, 32: 6.48}
 
 
 class Timer:
@@ -42,7 +46,7 @@ class Timer:
     def __init__(self, exchange: Callable, watch: DeviceWatch, repeats: int):
         self.exchange, self.watch, self.repeats = exchange, watch, repeats
 
-    def us_per_call(self, body: Callable[[], None]) -> float:
+    def us_per_call(self, body: Callable[[], object]) -> float:
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(3):
@@ -68,13 +72,115 @@ class Timer:
         return statistics.median(times)
 
 
+@dataclass
+class Bench:
+    """One rank of the bench. `record`: where rank 0 appends its lines, or None."""
+
+    world: World
+    num_gpus: int
+    collectives: DeviceCollectives
+    timer: Timer
+    nccl: dist.ProcessGroup | None
+    record: Path | None
+
+    def say(self, line: str) -> None:
+        if self.world.rank == 0:
+            print(line, flush=True)
+
+    def note(self, algorithm: str, num_bytes: int, dtype: str, us: float, peer: dict[str, object], **more: object) -> None:
+        if self.world.rank != 0 or self.record is None:
+            return
+        size = self.world.size
+        case = {"algorithm": algorithm, "bytes": num_bytes, "world": size, "ranks_per_gpu": -(-size // self.num_gpus),
+                "dtype": dtype, "heap": self.collectives.heap.kind, "pdl": self.collectives.is_pdl, **more}  # fmt: skip
+        # Over NVLink every rank must take in at least what the others know and it does not.
+        link_us = 2 * (size - 1) / size * num_bytes / LINK_BYTES_PER_US
+        ceiling = {"all_reduce_us": max(EMPTY_KERNEL_US, link_us)} if size <= self.num_gpus else {}
+        Record("all_reduce", case, {"all_reduce_us": us}, ceiling, peer, True).append_to(
+            self.record, f"{self.num_gpus} x {torch.cuda.get_device_name()}", "engine.bench.comm", size
+        )
+
+    def fail(self, what: str) -> None:
+        sys.exit(f"{what} is wrong on rank {self.world.rank}")
+
+    def plain(self, num_bytes: int, dtype: str, threads: list[int]) -> None:
+        x, wanted = self._operands((num_bytes // DTYPES[dtype].itemsize,), DTYPES[dtype])
+        out, peer = torch.empty_like(x), {}
+        line = f"{dtype} {num_bytes >> 10:7d} KB"
+        if self.nccl is not None:
+            y = x.clone()
+            us = self.timer.us_per_call(lambda: dist.all_reduce(y, group=self.nccl))
+            peer = {"name": "nccl in a graph", "all_reduce_us": round(us, 4)}
+            if dtype == "bf16" and num_bytes in FLASHINFER_US:
+                peer["flashinfer_us"] = FLASHINFER_US[num_bytes]
+            line += f"  nccl {us:7.2f}"
+        for name, more, body in self._algorithms(num_bytes, x, out, threads):
+            out.fill_(float("nan"))
+            body()
+            torch.cuda.synchronize()
+            self.timer.watch.check()
+            if not torch.equal(out, wanted):
+                self.fail(f"{name} at {num_bytes} bytes of {dtype}")
+            us = self.timer.us_per_call(body)
+            line += f"  {name.removeprefix('all_reduce_')}{''.join(f'/{value}' for value in more.values())} {us:7.2f}"
+            self.note(name, num_bytes, dtype, us, peer, **more)
+        self.say(line)
+
+    def norm(self, rows: int, dtype: str) -> None:
+        kind = DTYPES[dtype]
+        x, total = self._operands((rows, HIDDEN), kind)
+        generator = torch.Generator("cuda").manual_seed(6)
+        residual = torch.randn(rows, HIDDEN, generator=generator, device="cuda").to(kind)
+        weight = torch.randn(HIDDEN, generator=generator, device="cuda").to(kind)
+        fresh = (total.float() + residual.float()).to(kind)
+        scale = torch.rsqrt(fresh.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+        wanted = ((fresh.float() * scale).to(kind).float() * weight.float()).to(kind)
+        normed, updated = torch.full_like(x, float("nan")), residual.clone()
+        self.collectives.all_reduce_lamport_norm(x, updated, weight, 1e-6, normed)
+        torch.cuda.synchronize()
+        self.timer.watch.check()
+        # The mean of squares is added in another order: a normed value may round to its neighbour, twice.
+        if not torch.equal(updated, fresh) or not torch.allclose(normed.float(), wanted.float(), rtol=4 * torch.finfo(kind).eps):
+            self.fail(f"the fused norm of {rows} rows of {dtype}")
+        us = self.timer.us_per_call(lambda: self.collectives.all_reduce_lamport_norm(x, updated, weight, 1e-6, normed))
+        peer: dict[str, object] = {}
+        if self.nccl is not None and dtype == "bf16" and rows in FLASHINFER_NORM_US:
+            peer = {"name": "FlashInfer 0.6.14 trtllm one-shot, pdl", "all_reduce_us": FLASHINFER_NORM_US[rows]}
+        self.note("all_reduce_lamport_norm", rows * HIDDEN * kind.itemsize, dtype, us, peer, rows=rows)
+        self.say(f"{dtype} norm {rows:3d} rows {us:6.2f}")
+
+    def _operands(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's part, and the sum of all."""
+        generator = torch.Generator("cuda").manual_seed(5)
+        parts = [torch.randn(*shape, generator=generator, device="cuda").to(dtype) for _ in range(self.world.size)]
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
+        return parts[self.world.rank].clone(), total.to(dtype)
+
+    def _algorithms(
+        self, num_bytes: int, x: torch.Tensor, out: torch.Tensor, threads: list[int]
+    ) -> Iterator[tuple[str, dict[str, object], Callable[[], object]]]:
+        collectives = self.collectives
+        if num_bytes <= LAMPORT_LIMIT:
+            for t in threads:
+                yield "all_reduce_lamport", {"threads": t}, lambda t=t: collectives.all_reduce_lamport(x, out, t)
+        if SENTINEL_RANGE[0] <= num_bytes <= SENTINEL_RANGE[1]:
+            yield "all_reduce_sentinel", {}, lambda: collectives.all_reduce_sentinel(x, out)
+        if num_bytes <= ONE_SHOT_LIMIT:
+            yield "all_reduce_one_shot", {}, lambda: collectives.all_reduce_one_shot(x, out)
+        yield "all_reduce_two_shot", {}, lambda: collectives.all_reduce_two_shot(x, out)
+
+
 @click.command()
 @click.option("--repeats", default=11, show_default=True, type=click.IntRange(1))
-@click.option("--threads", default="128", show_default=True, help="Threads a CTA of the Lamport kernel; several: 64,128,256.")
+@click.option("--threads", default="256", show_default=True, help="Threads a CTA of the Lamport kernel; several: 64,128,256.")
 @click.option("--pdl/--no-pdl", default=True, show_default=True, help="Programmatic dependent launch.")
-@click.option("--max-bytes", default=64 << 20, show_default=True)
+@click.option("--min-bytes", default=SIZES[0], show_default=True)
+@click.option("--max-bytes", default=SIZES[-1], show_default=True)
+@click.option("--dtypes", default="bf16", show_default=True, help="Of bf16, fp16, fp32; several with commas.")
 @click.option("--record", type=click.Path(path_type=Path), help="JSONL file to append the records to.")
-def main(repeats: int, threads: str, pdl: bool, max_bytes: int, record: Path | None) -> None:
+def main(repeats: int, threads: str, pdl: bool, min_bytes: int, max_bytes: int, dtypes: str, record: Path | None) -> None:
     """Time the collectives of this world."""
     commit()
     environment = Environment.read()
@@ -89,79 +195,18 @@ def main(repeats: int, threads: str, pdl: bool, max_bytes: int, record: Path | N
     capacity = Capacity(two_shot_bytes=min(max_bytes, 64 << 20))
     heap = IpcHeap(world.rank, size, device, layout_for(size, capacity), group.exchange)
     watch = DeviceWatch(20.0)
-    ranks_per_gpu = -(-size // num_gpus)
-    kernels = load_collectives(Build(default_cache_folder()))
-    collectives = DeviceCollectives(heap, watch, kernels, capacity, pdl, ranks_per_gpu)
+    collectives = DeviceCollectives(
+        heap, watch, load_collectives(Build(default_cache_folder())), capacity, pdl, -(-size // num_gpus)
+    )
     group.exchange(None)  # all heaps are ready to be written to
     nccl = group.open_nccl() if is_one_each else None
-    timer = Timer(group.exchange, watch, repeats)
-
-    def say(line: str) -> None:
-        if world.rank == 0:
-            print(line, flush=True)
-
-    def note(
-        algorithm: str, num_bytes: int, us: float, peer: dict[str, object], more: dict[str, object], is_checked: bool = True
-    ) -> None:
-        if world.rank == 0 and record is not None:
-            case = {"algorithm": algorithm, "bytes": num_bytes, "world": size, "ranks_per_gpu": ranks_per_gpu,
-                    "dtype": "bf16", "heap": heap.kind, "pdl": pdl, **more}  # fmt: skip
-            # Over NVLink every rank must take in at least what the others know and it does not.
-            link_us = 2 * (size - 1) / size * num_bytes / LINK_BYTES_PER_US
-            ceiling = {"all_reduce_us": max(EMPTY_KERNEL_US, link_us)} if is_one_each else {}
-            Record("all_reduce", case, {"all_reduce_us": us}, ceiling, peer, is_checked).append_to(
-                record, f"{num_gpus} x {torch.cuda.get_device_name()}", "engine.bench.comm", size
-            )
-
-    for num_bytes in (n for n in SIZES if n <= max_bytes):
-        n = num_bytes // 2
-        generator = torch.Generator("cuda").manual_seed(5)
-        parts = [torch.randn(n, generator=generator, device="cuda").bfloat16() for _ in range(size)]
-        total = parts[0].float()
-        for part in parts[1:]:
-            total = total + part.float()
-        x, wanted = parts[world.rank].clone(), total.bfloat16()
-        del parts, total
-        out = torch.empty_like(x)
-        peer: dict[str, object] = {}
-        line = f"{num_bytes >> 10:7d} KB"
-        if nccl is not None:
-            y = x.clone()
-            peer = {"name": "nccl in a graph", "all_reduce_us": timer.us_per_call(lambda y=y: dist.all_reduce(y, group=nccl))}
-            line += f"  nccl {peer['all_reduce_us']:7.2f}"
-        runs: list[tuple[str, Callable[[], None], dict[str, object]]] = []
-        if num_bytes <= LAMPORT_LIMIT:
-            for t in map(int, threads.split(",")):
-                runs.append((f"lamport/{t}", lambda t=t, x=x, out=out: collectives.all_reduce_lamport(x, out, t), {"threads": t}))
-        if SENTINEL_RANGE[0] <= num_bytes <= SENTINEL_RANGE[1]:
-            for t in (256, 512):
-                body = lambda t=t, x=x, out=out: collectives.all_reduce_sentinel(x, out, t)  # noqa: E731
-                runs.append((f"sentinel/{t}", body, {"threads": t}))
-        if num_bytes <= ONE_SHOT_LIMIT:
-            runs.append(("one_shot", lambda x=x, out=out: collectives.all_reduce_one_shot(x, out), {}))
-        runs.append(("two_shot", lambda x=x, out=out: collectives.all_reduce_two_shot(x, out), {}))
-        for name, body, more in runs:
-            out.fill_(float("nan"))
-            body()
-            torch.cuda.synchronize()
-            watch.check()
-            if not torch.equal(out, wanted):
-                sys.exit(f"{name} at {num_bytes} bytes is wrong on rank {world.rank}")
-            us = timer.us_per_call(body)
-            line += f"  {name} {us:7.2f}"
-            note(f"all_reduce_{name.split('/')[0]}", num_bytes, us, peer, more)
-        say(line)
-    for rows in NORM_ROWS:
-        x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
-        residual, normed, weight = torch.randn_like(x), torch.empty_like(x), torch.ones(HIDDEN, device="cuda").bfloat16()
-        line = f"norm {rows:3d} rows"
-        for t, c in ((256, 8), (512, 4), (512, 8), (1024, 2)):
-            us = timer.us_per_call(
-                lambda t=t, c=c, x=x, r=residual, n=normed, w=weight: collectives.all_reduce_lamport_norm(x, r, w, 1e-6, n, t, c)
-            )
-            line += f"  {c}x{t} {us:6.2f}"
-            note("all_reduce_lamport_norm", rows * HIDDEN * 2, us, {}, {"rows": rows, "threads": t, "ctas": c}, is_checked=False)
-        say(line)
+    bench = Bench(world, num_gpus, collectives, Timer(group.exchange, watch, repeats), nccl, record)
+    for dtype in dtypes.split(","):
+        for num_bytes in SIZES:
+            if min_bytes <= num_bytes <= max_bytes:
+                bench.plain(num_bytes, dtype, list(map(int, threads.split(","))))
+        for rows in NORM_ROWS:
+            bench.norm(rows, dtype)
     torch.cuda.synchronize()
     heap.close()
     group.close()

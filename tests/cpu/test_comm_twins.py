@@ -3,6 +3,7 @@
 import pytest
 
 from comm.twins.explore import Kind, ProtocolBroken, Step, Twin, explore
+from comm.twins.gather import gather
 from comm.twins.lamport import lamport
 from comm.twins.one_shot import one_shot
 from comm.twins.signal_channel import signal_channel
@@ -26,6 +27,10 @@ SOUND = {
     "lamport, 2 ranks, late clearing": lamport(2, 6, num_words=2, is_clear_late=True),
     "lamport, 3 ranks": lamport(3, 6),
     "lamport, 3 ranks, late clearing": lamport(3, 6, is_clear_late=True),
+    "lamport, counter wraps in step with its slots": lamport(2, 8, modulus=6),
+    "gather to a root, 2 ranks": gather(2, [0] * 6),
+    "gather to a root, 3 ranks": gather(3, [0] * 4),
+    "gather to changing roots and to all": gather(3, [0, None, 2, 0]),
     "lamport, two slots each re-armed by its reader": lamport(2, 6, num_slots=2, clears="own"),
 }
 
@@ -46,8 +51,11 @@ BROKEN = {
     "stream waits without reset": (signal_channel(2, 4, form="stream", has_reset=False), "wrong data"),
     "stream waits, reset after the acknowledgement": (signal_channel(2, 5, form="stream", is_reset_late=True), "deadlock"),
     "stream waits, the signal before the payload": (signal_channel(2, 1, form="stream", is_signal_first=True), "wrong data"),
+    "gather to a root that says nothing": (gather(2, [0] * 3, is_first_for_all=False), "deadlock"),
+    "gather with one slot": (gather(3, [0] * 2, num_slots=1), "deadlock"),
     "lamport with two slots and lazy clearing": (lamport(2, 3, num_slots=2), "deadlock"),
     "lamport with two slots and lazy clearing, 3 ranks": (lamport(3, 3, num_slots=2), "deadlock"),
+    "lamport, a counter whose wrap puts its slots out of turn": (lamport(2, 5, modulus=4), "wrong data"),
     "lamport with -0.0 not sanitised": (lamport(2, 2, is_sanitised=False), "deadlock"),
 }
 

@@ -71,6 +71,11 @@ def test_process_groups_have_one_door():
     assert users_of("init_process_group", "new_group") == {"comm/process_group.py"}
 
 
+def test_nvshmem_has_one_door():
+    callers = {path for path in FILES if any(m.split(".")[0] == "nvshmem" for m in imported_modules(parsed(path)))}
+    assert {str(path.relative_to(ROOT)) for path in callers} == {"comm/heap_nvshmem.py"}
+
+
 @pytest.mark.parametrize("package", ORDER)
 def test_package_files_hold_a_docstring_only(package):
     (only,) = parsed(ROOT / package / "__init__.py").body

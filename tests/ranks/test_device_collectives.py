@@ -37,10 +37,10 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
 
 
-def check_values(rank: int, size: int) -> None:
+def check_values(rank: int, size: int, heap_kind: str = "ipc") -> None:
     from tests.ranks.device_world import device_world
 
-    with device_world(rank, size) as world:
+    with device_world(rank, size, heap_kind=heap_kind) as world:
         call = 0
         for dtype in DTYPES:
             for name in ALGORITHMS:
@@ -64,11 +64,11 @@ def check_values(rank: int, size: int) -> None:
         world.watch.check()
 
 
-def check_special_values(rank: int, size: int) -> None:
+def check_special_values(rank: int, size: int, heap_kind: str = "ipc") -> None:
     from tests.ranks.device_world import device_world
 
     values = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, 3e38, 65504.0]
-    with device_world(rank, size) as world:
+    with device_world(rank, size, heap_kind=heap_kind) as world:
         for dtype in DTYPES:
             for name in ALGORITHMS:
                 for kind in range(4):
@@ -86,12 +86,12 @@ def check_special_values(rank: int, size: int) -> None:
                     assert len(set(hashes)) == 1, "ranks hold different bits"
 
 
-def check_many_calls(rank: int, size: int, num_calls: int) -> None:
+def check_many_calls(rank: int, size: int, num_calls: int, heap_kind: str = "ipc") -> None:
     """Back to back, changing sizes and algorithms, stragglers; every result compared on the device, read once at the end."""
     from tests.ranks.device_world import device_world
 
     rng, mine = random.Random(7), random.Random(rank)
-    with device_world(rank, size) as world:
+    with device_world(rank, size, heap_kind=heap_kind) as world:
         mismatches = torch.zeros(1, dtype=torch.int64, device="cuda")
         base = [part(peer, 0, 70_000, torch.bfloat16, True) for peer in range(size)]
         for call in range(num_calls):
@@ -108,11 +108,11 @@ def check_many_calls(rank: int, size: int, num_calls: int) -> None:
         assert mismatches.item() == 0
 
 
-def check_graph(rank: int, size: int) -> None:
+def check_graph(rank: int, size: int, heap_kind: str = "ipc") -> None:
     from tests.ranks.device_world import device_world
 
     n = 8192
-    with device_world(rank, size) as world:
+    with device_world(rank, size, heap_kind=heap_kind) as world:
         x, out = torch.empty(n, device="cuda", dtype=torch.bfloat16), torch.empty(n, device="cuda", dtype=torch.bfloat16)
         stream = torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
@@ -144,10 +144,10 @@ def check_graph(rank: int, size: int) -> None:
                     assert torch.equal(bits(y), bits(expected_sum([part(p, replay, 512, torch.bfloat16) for p in range(size)])))
 
 
-def check_norm(rank: int, size: int) -> None:
+def check_norm(rank: int, size: int, heap_kind: str = "ipc") -> None:
     from tests.ranks.device_world import device_world
 
-    with device_world(rank, size) as world:
+    with device_world(rank, size, heap_kind=heap_kind) as world:
         for dtype in DTYPES:
             for rows, hidden in ((1, 8192), (8, 8192), (16, 3584), (3, 896), (70, 1024)):
                 call = rows * hidden

@@ -1,0 +1,115 @@
+// All-reduce, residual add and RMSNorm in one kernel: one row a cluster. The protocol and why it is safe: `lamport.cuh`.
+//
+// What the norm adds to the plain sum is one exchange inside the cluster. Every warp sends its sum of squares straight into the shared
+// memory of every CTA of the row, and each CTA waits until all of them are in: no barrier, one trip. All threads of all ranks then add
+// them in one order.
+//
+// Numbers: rounding as the separate steps have it. The sum over ranks is rounded, then the new residual is, then the norm is taken of
+// the rounded values and rounded before the weight.
+#include "cluster.cuh"
+#include "lamport.cuh"
+
+#define SITE_ALL_REDUCE_NORM 2
+
+struct NormParams {
+    LamportParams reduce;      // x: [rows, hidden]; `out` is not used; max_ctas counts CTAs of all rows
+    elem_bits* residual;       // [rows, hidden]: read, and overwritten by the new residual
+    elem_bits* normed;         // [rows, hidden]
+    const elem_bits* weight;   // [hidden]
+    float eps;
+    u32 hidden;                // elements a row; a multiple of UNIT_ELEMS, pointers 8-byte aligned
+};
+
+constexpr int MAX_UNITS = 4;   // units a thread
+constexpr int MAX_CTAS = 8;    // CTAs a row, one cluster
+constexpr int MAX_WARPS = 32;  // warps a CTA
+
+struct Shared {
+    float4 squares[MAX_CTAS * MAX_WARPS / 4];  // of every warp of the row
+    u64 mailbox;
+};
+
+// The warps of a row take its units in turn, CTA after CTA, so that every CTA has some; a thread holds up to K.
+template <int K>
+__device__ __forceinline__ void reduce_and_norm(const NormParams& n, Shared& shared, u32 cta, u32 ctas) {
+    const LamportParams& p = n.reduce;
+    u32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u32 units = n.hidden / UNIT_ELEMS, step = ctas * blockDim.x, begin = (warp * ctas + cta) * 32 + lane;
+    long row = static_cast<long>(blockIdx.x / ctas) * n.hidden;
+    // The weight does not depend on the kernel before.
+    Unit weight[K], value[K], residual[K];
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+        if (begin + k * step < units) weight[k].word = *reinterpret_cast<const u64*>(n.weight + (begin + k * step) * UNIT_ELEMS);
+    wait_for_prerequisites();
+    u32 epoch = next_call(ld_relaxed_sys(p.epochs + blockIdx.x));
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+        if (begin + k * step < units) {
+            value[k].word = *reinterpret_cast<const u64*>(p.x + row + (begin + k * step) * UNIT_ELEMS);
+            residual[k].word = *reinterpret_cast<const u64*>(n.residual + row + (begin + k * step) * UNIT_ELEMS);
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+        if (begin + k * step < units) send(p, value[k], epoch, threadIdx.x + k * blockDim.x);
+    let_dependents_start();
+    float squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+        if (begin + k * step < units) {
+            float sum[UNIT_ELEMS];
+            receive(p, value[k], epoch, threadIdx.x + k * blockDim.x, SITE_ALL_REDUCE_NORM, sum);
+#pragma unroll
+            for (int i = 0; i < UNIT_ELEMS; ++i) {
+                float fresh = to_float(from_float(to_float(from_float(sum[i])) + to_float(residual[k].elems[i])));
+                value[k].elems[i] = from_float(fresh);
+                squares += fresh * fresh;
+            }
+        }
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
+    cluster_wait();  // all CTAs of the row run, and their mailboxes are open
+    float* mine = reinterpret_cast<float*>(shared.squares) + cta * warps + warp;
+    if (lane < ctas) st_async(mine, &shared.mailbox, lane, squares);
+    // While the sums travel.
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+        if (begin + k * step < units)
+            *reinterpret_cast<u64*>(n.residual + row + (begin + k * step) * UNIT_ELEMS) = value[k].word;
+    wait_bytes(&shared.mailbox);  // of all CTAs: none is still writing into this one when it ends
+    float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (u32 i = 0; i < (ctas * warps + 3) / 4; ++i) {
+        float4 four = shared.squares[i];
+        total.x += four.x, total.y += four.y, total.z += four.z, total.w += four.w;
+    }
+    float scale = rsqrtf(((total.x + total.y) + (total.z + total.w)) / n.hidden + n.eps);
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+        if (begin + k * step < units) {
+            Unit out;
+#pragma unroll
+            for (int i = 0; i < UNIT_ELEMS; ++i) {
+                float normed = to_float(from_float(to_float(value[k].elems[i]) * scale));
+                out.elems[i] = from_float(normed * to_float(weight[k].elems[i]));
+            }
+            *reinterpret_cast<u64*>(n.normed + row + (begin + k * step) * UNIT_ELEMS) = out.word;
+        }
+    }
+    count_call(p, epoch);
+}
+
+extern "C" __global__ void __launch_bounds__(1024) all_reduce_lamport_norm(const __grid_constant__ NormParams n) {
+    __shared__ Shared shared;
+    u32 ctas = cluster_size(), cta = cluster_rank(), words = ctas * (blockDim.x / 32);
+    if (threadIdx.x == 0) {
+        for (u32 i = words; i % 4 != 0; ++i) reinterpret_cast<float*>(shared.squares)[i] = 0.0f;  // read with the last four
+        expect_bytes(&shared.mailbox, words * 4);
+    }
+    cluster_arrive();
+    u32 units = n.hidden / UNIT_ELEMS, step = ctas * blockDim.x;
+    if (units <= step) reduce_and_norm<1>(n, shared, cta, ctas);
+    else if (units <= 2 * step) reduce_and_norm<2>(n, shared, cta, ctas);
+    else reduce_and_norm<MAX_UNITS>(n, shared, cta, ctas);
+}
