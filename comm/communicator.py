@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 class Communicator(ABC):
     """Collectives of one world.
 
-    Attributes: `rank` in [0, size); `size`; `name` of the all-reduce in use (`none`, `one_shot`, `gloo`, `threads`);
-    `reason`, one clause that says why that one was chosen; `watch` over the peer processes, where there are any.
+    Attributes: `rank` in [0, size); `size`; `name` of the all-reduce in use (`none`, `threads`, or as in `launch.comm_policy`);
+    `reason`, one clause that says why that one was chosen; `detail`, one line on how it goes about it, may be empty;
+    `is_rank_order`, whether `all_reduce` gives the bits that its *Numbers* promise; `watch` over the peer processes, where
+    there are any.
     """
 
     rank: int
     size: int
     name: str
     reason: str
+    detail: str = ""
+    is_rank_order: bool = True
     watch: PeerWatch | None = None
 
     @abstractmethod

@@ -1,35 +1,36 @@
 """The communicator of ranks on GPUs of one machine: our own collectives for tensors on the GPU, gloo for words between hosts.
 
-Which all-reduce a message takes is a table, from measurements on two H200 over NVLink (`results/all_reduce.jsonl`).
+Which all-reduce a message takes is the table of `comm.choice_table`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
 
-from comm.communicator import Communicator
+from comm.choice_table import NCCL, describe, pick
+from comm.controlled import ControlledCommunicator
 from comm.device_collectives import ELEMS, DeviceCollectives
 from comm.device_vocabulary import DeviceVocabulary
 from comm.device_watch import DeviceWatch
 from comm.gloo import GlooCommunicator
 from comm.heap import DeviceHeap
-
-# Largest message in bytes, and the kernel that was fastest up to there. Above the last: two-shot.
-CHOICE = ((64 << 10, "all_reduce_lamport"), (2 << 20, "all_reduce_sentinel"))
-LARGE = "all_reduce_two_shot"
+from comm.nccl_group import NcclGroup
+from launch.errors import ConnectError, DoorbellError, PeerLost
 
 
-class DeviceCommunicator(Communicator):
-    """`Communicator` over `collectives` and `vocabulary`; `control` carries what is not on the GPU. Closes `heap` and `control`.
+class DeviceCommunicator(ControlledCommunicator):
+    """`Communicator` over `collectives` and `vocabulary`, named after what `heap` is made of. Closes `heap` and `control`.
 
     Reductions are enqueued on torch's current stream and never wait for the host. A kernel that gave up waiting for a peer is
     noticed at the next call.
-    """
 
-    name = "ipc"
+    `open_nccl` connects NCCL, which takes the largest messages; None where ranks share GPUs. It is called at the first such
+    message, on all ranks alike because they make the same calls, and never inside a graph capture, where NCCL is not used.
+    *Numbers*: those of NCCL for these messages, rank order for all others.
+    """
 
     def __init__(
         self,
@@ -39,18 +40,28 @@ class DeviceCommunicator(Communicator):
         device_watch: DeviceWatch,
         control: GlooCommunicator,
         reason: str,
+        open_nccl: Callable[[], NcclGroup] | None = None,
     ):
-        self.rank, self.size, self.reason = heap.rank, heap.size, reason
-        self._heap, self._collectives, self._device_watch, self._control = heap, collectives, device_watch, control
+        super().__init__(control, reason)
+        self.name = heap.kind
+        self._heap, self._collectives, self._device_watch = heap, collectives, device_watch
         self.vocabulary = vocabulary
+        self._is_one_rank_per_gpu = open_nccl is not None
+        self._open_nccl, self._nccl = open_nccl, None
+        self.detail = describe(self.size, self._is_one_rank_per_gpu)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._device_watch.check()
         if not x.is_cuda or x.dtype not in ELEMS:
             return self._control.all_reduce(x)
         num_bytes = x.numel() * x.element_size()
-        name = next((name for limit, name in CHOICE if num_bytes <= limit), LARGE)
-        getattr(self._collectives, name)(x)
+        algorithm = pick(num_bytes, self.size, self._is_one_rank_per_gpu, is_capturing=False)
+        if algorithm == NCCL:
+            nccl = None if torch.cuda.is_current_stream_capturing() else self._connected_nccl()
+            if nccl is not None:
+                return nccl.all_reduce(x)
+            algorithm = pick(num_bytes, self.size, self._is_one_rank_per_gpu, is_capturing=True)
+        getattr(self._collectives, algorithm)(x)
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -62,13 +73,7 @@ class DeviceCommunicator(Communicator):
 
     def broadcast_ints(self, values: Sequence[int] | None) -> list[int]:
         self._device_watch.check()
-        return self._control.broadcast_ints(values)
-
-    def broadcast_object(self, value: Any = None) -> Any:
-        return self._control.broadcast_object(value)
-
-    def barrier(self) -> None:
-        self._control.barrier()
+        return super().broadcast_ints(values)
 
     def close(self) -> None:
         """Unmap in order if all ranks end in order; otherwise leave it to the end of the processes."""
@@ -76,6 +81,17 @@ class DeviceCommunicator(Communicator):
             self._heap.close()
         else:
             self._heap.abandon()
-        if self.watch is not None:
-            self.watch.close()
-        self._control.close()
+        super().close()
+
+    def _connected_nccl(self) -> NcclGroup | None:
+        """*Collective* the first time. None for good when NCCL does not connect, which rank 0 says once."""
+        if self._nccl is None and self._open_nccl is not None:
+            open_nccl, self._open_nccl = self._open_nccl, None
+            try:
+                self._nccl = open_nccl()
+            except (PeerLost, ConnectError):  # then there is nobody to go on with
+                raise
+            except DoorbellError as error:
+                if self.rank == 0:
+                    print(f"doorbell: large messages stay with our own all-reduce: {error}", file=sys.stderr, flush=True)
+        return self._nccl

@@ -74,9 +74,11 @@ class GlooCommunicator(Communicator):
             self._group.all_gather(torch.zeros(1, dtype=torch.uint8))
 
     def close(self) -> None:
+        is_orderly = True
         if self.watch is not None:
             self.watch.close()
-        self._group.close()
+            is_orderly = self.watch.is_orderly
+        self._group.close(is_orderly)
 
     def _all_gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
         with self._explained("all_reduce"):

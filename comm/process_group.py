@@ -1,4 +1,4 @@
-"""The ranks' first meeting: a gloo process group. The only file that opens one.
+"""The ranks' first meeting: a gloo process group, and NCCL's beside it where it is wanted. The only file that opens either.
 
 It carries what happens once (exchanging names, agreeing on a choice) and, as the fallback, the collectives of
 `comm/gloo.py`.
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launch.environment import prefer_loopback
-from launch.errors import ConnectError
+from launch.environment import forbid_nccl_multicast, prefer_loopback
+from launch.errors import ConnectError, DoorbellError
 from launch.world import World
 
 
@@ -29,7 +29,8 @@ class ProcessGroup:
         self.rank, self.size = world.rank, world.size
         if world.is_single_node:
             prefer_loopback()
-        timeout = timedelta(seconds=timeout_s)
+        self._timeout = timeout = timedelta(seconds=timeout_s)
+        self._nccl: dist.ProcessGroup | None = None
         # A program that embeds the engine may have a default group already; then ours is one more beside it.
         self._is_default = not dist.is_initialized()
         with _start_up_errors("the ranks could not connect to each other"):
@@ -62,18 +63,43 @@ class ProcessGroup:
         dist.broadcast(x, group=self._group, group_src=0)
 
     def open_nccl(self) -> dist.ProcessGroup:
-        """An NCCL group of the same ranks, one GPU each (NCCL refuses two ranks on one). *Collective*."""
-        return dist.new_group(backend="nccl")
+        """An NCCL group of the same ranks, each on its current GPU, connected; the same one again at later calls.
+
+        *Collective*; half a second to a second the first time. The caller sees to it that every rank has a GPU of its own; NCCL
+        would hang, or fail late. *Raises* `DoorbellError`, alike on all ranks, when it does not connect.
+        """
+        if self._nccl is None:
+            forbid_nccl_multicast()
+            group, failure = None, None if dist.is_nccl_available() else "this torch was built without NCCL"
+            if failure is None:
+                try:
+                    group = dist.new_group(backend="nccl", timeout=self._timeout)
+                    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)  # new_group alone does not connect
+                    torch.cuda.synchronize()
+                except RuntimeError as error:
+                    failure = _first_line(error)
+            failures = [(peer, text) for peer, text in enumerate(self.exchange(failure)) if text is not None]
+            if failures:
+                raise DoorbellError("NCCL does not connect on rank {}: {}".format(*failures[0]))
+            self._nccl = group
+        return self._nccl
 
     def store(self) -> dist.Store:
         """A connection of our own to the store that the group met in, safe to use from another thread."""
         return dist.PrefixStore("doorbell", dist.distributed_c10d._get_default_store().clone())
 
-    def close(self) -> None:
-        """Leave, without waiting for anybody. Idempotent."""
+    def close(self, is_orderly: bool = True) -> None:
+        """Leave, without waiting for anybody. Idempotent.
+
+        NCCL would wait for what is enqueued, so unless `is_orderly` (all ranks end well) it is left to the end of the process.
+        """
         group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        nccl, self._nccl = self._nccl, None
+        if group is None or not dist.is_initialized() or (nccl is not None and not is_orderly):
+            return
+        if nccl is not None:
+            dist.destroy_process_group(nccl)
+        dist.destroy_process_group(group)
 
 
 def _fresh_store(world: World, timeout: timedelta) -> dist.Store:
@@ -91,5 +117,8 @@ def _start_up_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:  # gloo and the store raise subclasses of RuntimeError
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConnectError(f"{what}: {cause}") from error
+        raise ConnectError(f"{what}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -73,7 +73,8 @@ class Engine:
     ):
         environment = Environment.read()
         self.settings = EngineSettings(model=str(model), **settings)
-        world = World.from_environment(environment, resolve_device(self.settings.device, environment))
+        device = resolve_device(self.settings.device, environment, self.settings.is_gpu_sharing)
+        world = World.from_environment(environment, device)
         torch.set_num_threads(choose_threads(environment, self.settings.threads).number)
         blueprint = draw_blueprint(self.settings, world)
         self._frontend = Frontend.load(blueprint, sampling or {}, use_generation_config) if world.rank == 0 else None

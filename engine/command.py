@@ -49,6 +49,7 @@ class CommandOptions:
     max_step_tokens: int | None
     no_prefix_reuse: bool
     comm: str
+    share_gpus: bool
     eager: bool
     threads: int | None
     is_ngram: bool
@@ -78,6 +79,7 @@ class CommandOptions:
             device=self.device,
             dtype=self.dtype,
             comm=self.comm,
+            is_gpu_sharing=self.share_gpus,
             max_model_len=self.max_model_len,
             kv_memory_bytes=self.kv_memory,
             max_batch=self.max_batch,

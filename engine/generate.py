@@ -17,6 +17,7 @@ import click
 
 from engine.command import CommandOptions
 from engine.settings import DEFAULT_MAX_TOKENS, DEFAULT_NUM_DRAFTS, MAX_NUM_DRAFTS
+from launch.comm_policy import NAMES
 from launch.environment import Environment
 from launch.errors import DoorbellError
 from launch.exits import LastingStderr, describe_signal, end_process, leave, report
@@ -123,7 +124,9 @@ def option(*names: str, **settings: object):
 @option("--max-step-tokens", type=click.IntRange(1), metavar="N", show_default="CPU 512, GPU 4096",
         help="Most tokens a step: longer prompts are prefilled in chunks.")
 @option("--no-prefix-reuse", is_flag=True, help="Compute shared prompt prefixes again.")
-@option("--comm", type=click.Choice(["auto", "ipc", "one_shot", "gloo"]), default="auto", help="All-reduce between the ranks.")
+@option("--comm", type=click.Choice(["auto", *NAMES]), default="auto",
+        help="All-reduce between the ranks. auto: on GPUs ipc, else nvshmem, nccl, gloo; on CPUs one_shot, else gloo.")
+@option("--share-gpus", is_flag=True, help="Deal more ranks than GPUs to the GPUs there are; for tests, under MPS, without NCCL.")
 @option("--eager", is_flag=True, help="Plain torch steps: the only backend on a CPU, the reference on a GPU.")
 @option("--threads", type=click.IntRange(1), metavar="N", show_default="cores / ranks", help="CPU threads a rank.")
 # Speculation

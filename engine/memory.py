@@ -33,6 +33,8 @@ def choose_num_pages(
     *Raises* `UsageError` if the asked-for memory, `ModelError` if the free memory, cannot hold a single page.
     """
     one_page = page_bytes(config, plan, dtype, settings.page_size)
+    if device.type == "cuda" and settings.is_gpu_sharing:
+        comm.barrier()  # what is free is read when all ranks of the GPU hold their weights
     budget = kv_budget_bytes(settings, device, local_ranks)
     wanted = settings.max_batch * -(-max_model_len // settings.page_size)
     num_pages = min(wanted, budget // one_page, (1 << 31) // settings.page_size)
@@ -53,7 +55,8 @@ def kv_budget_bytes(settings: EngineSettings, device: torch.device, local_ranks:
         return settings.kv_memory_bytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1.0 - DEFAULT_KV_SHARE_GPU) * total)
+        sharers = -(-local_ranks // torch.cuda.device_count()) if settings.is_gpu_sharing else 1
+        return int(free - (1.0 - DEFAULT_KV_SHARE_GPU) * total) // sharers
     return int(available_memory_bytes() * DEFAULT_KV_SHARE_CPU) // local_ranks
 
 

@@ -83,7 +83,7 @@ class RankRun:
     def _execute(self) -> int:
         options = self.options
         check_usage(options, self.environment)
-        world = World.from_environment(self.environment, resolve_device(options.device, self.environment))
+        world = World.from_environment(self.environment, resolve_device(options.device, self.environment, options.share_gpus))
         threads = choose_threads(self.environment, options.threads)
         torch.set_num_threads(threads.number)
         blueprint = draw_blueprint(options.engine_settings(), world)

@@ -35,13 +35,18 @@ def summary_lines(
         "rope": describe_rope(config.rope),
         "stops": ", ".join(frontend.stop_names()) or "none",
         "sampling": f"{describe_sampling(defaults)} (from {frontend.defaults.source}; seed {seed})",
-        "all-reduce": f"{comm.name} ({comm.reason})",
+        **describe_comm(comm),
         "speculation": describe_speculation(blueprint.settings),
     }
     lines = [f"  {name:<16}{value}" for name, value in facts.items()]
     warnings = blueprint.checkpoint.warnings if blueprint.checkpoint is not None else []
     notes = [*warnings, *blueprint.notes, *frontend.defaults.notes]
     return ["doorbell:", *lines, *(f"  note: {note}" for note in notes)]
+
+
+def describe_comm(comm: Communicator) -> dict[str, str]:
+    """The communicator with its reason, and on a line of its own which algorithm takes which messages, where that varies."""
+    return {"all-reduce": f"{comm.name} ({comm.reason})"} | ({"": f"all-reduce: {comm.detail}"} if comm.detail else {})
 
 
 def describe_speculation(settings: EngineSettings) -> str:

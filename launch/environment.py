@@ -85,6 +85,15 @@ def prepare_nvshmem(heap_bytes: int, environ: MutableMapping[str, str] | None = 
     environ.setdefault("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo")
 
 
+def forbid_nccl_multicast(environ: MutableMapping[str, str] | None = None) -> None:
+    """Keep NCCL from NVLink multicast, whatever the user's shell says. Before the first NCCL communicator of the process.
+
+    Its objects belong to the whole NVLink fabric, which other users of the machine share.
+    """
+    environ = os.environ if environ is None else environ
+    environ["NCCL_NVLS_ENABLE"] = "0"
+
+
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
     """Where this user's caches of Doorbell lie; not created here. None when the user has no home folder.
 

@@ -98,6 +98,12 @@ class ConnectError(DoorbellError):
     exit_code = EXIT_PEER_LOST
 
 
+class CommUnavailable(DoorbellError):
+    """The communication between ranks that was asked for by name is not possible on this machine."""
+
+    exit_code = EXIT_MODEL
+
+
 class HeapExhausted(DoorbellError):
     """A symmetric heap is too small for what was asked of it."""
 

@@ -1,17 +1,21 @@
-"""Which communication follows from a machine's facts. A pure function; what it names is still self-tested at start."""
+"""Which communication follows from a machine's facts. A pure function; what it names is still self-tested at start.
+
+The order and the obstacles are those of `launch.comm_policy`, which the start of a run follows too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from launch.comm_policy import Candidate, Standing, automatic, obstacle, rejections
 from launch.probe_facts import Facts, Link
 
 _SHM_BYTES_A_RANK = 8 << 20  # the POSIX heap's own size: 8 ranks fit into docker's default of 64 MiB
 
 
 class Choice(NamedTuple):
-    """`name`: `single`, `ipc`, `nvshmem`, `nccl`, `posix` or `gloo`. `reasons`: clauses, the deciding one first."""
+    """`name`: that of a communicator as `--comm` takes it, or `none`. `reasons`: clauses, the deciding one first."""
 
     name: str
     reasons: tuple[str, ...]
@@ -25,37 +29,58 @@ def choose(facts: Facts, num_ranks: int | None = None) -> Choice:
     if num_ranks is None:
         num_ranks = facts.torch_gpus or 2
     if num_ranks == 1:
-        return Choice("single", ("one rank has no peers",))
-    if not facts.torch_gpus:
-        return _choose_on_cpu(facts, num_ranks)
-    return _choose_on_gpus(facts, num_ranks)
+        return Choice("none", ("one rank has no peers",))
+    standing = _on_gpus(facts, num_ranks) if facts.torch_gpus else _on_cpu(facts, num_ranks)
+    obstacles: list[tuple[str, str]] = []
+    for candidate in automatic(standing.device):
+        why = obstacle(candidate.name, standing)
+        if why is None:
+            return Choice(candidate.name, (*rejections(obstacles), *_reasons(candidate, facts, standing)))
+        obstacles.append((candidate.name, why))
+    raise AssertionError("unreachable: nothing stands in the way of the last candidate")
 
 
-def _choose_on_cpu(facts: Facts, num_ranks: int) -> Choice:
-    why = "torch is a CPU build, so the GPUs are not used" if facts.gpus else "no GPU"
+def _on_cpu(facts: Facts, num_ranks: int) -> Standing:
     free, wanted = facts.host.shm_free_bytes, num_ranks * _SHM_BYTES_A_RANK
+    lack = None
     if free is None:
-        return Choice("gloo", ("/dev/shm cannot be used", why))
-    if free < wanted:
-        return Choice("gloo", (f"/dev/shm has {free >> 20} MiB free of the {wanted >> 20} MiB wanted", why))
-    return Choice("posix", (why, "ranks share memory through /dev/shm"))
+        lack = "/dev/shm cannot be used"
+    elif free < wanted:
+        lack = f"/dev/shm has {free >> 20} MiB free of the {wanted >> 20} MiB wanted"
+    return Standing("cpu", num_ranks, shared_memory=lack)
 
 
-def _choose_on_gpus(facts: Facts, num_ranks: int) -> Choice:
+def _on_gpus(facts: Facts, num_ranks: int) -> Standing:
+    """A probe must have seen CUDA IPC work to name it: what it does not know counts against it."""
     num_gpus = min(facts.torch_gpus, num_ranks)
-    is_shared = num_ranks > num_gpus
-    links = [link for link in facts.links if link.second < num_gpus]
-    obstacle = _obstacle_to_mapping(facts, links, num_gpus)
-    if obstacle is None and facts.ipc is not None and facts.ipc.is_working:
-        return Choice("ipc", (f"CUDA IPC works: {facts.ipc.reason}", *_notes(facts, links, num_ranks, num_gpus)))
-    if obstacle is None:
-        untried = _unknown(facts, "ipc", "CUDA IPC was not tried")
-        obstacle = f"CUDA IPC does not work: {facts.ipc.reason}" if facts.ipc else untried
-        if facts.nvshmem.is_usable and not is_shared:
-            return Choice("nvshmem", (obstacle, f"NVSHMEM: {facts.nvshmem.reason}", *_link_notes(links)))
-    if is_shared:
-        return Choice("gloo", (obstacle, f"NCCL refuses {num_ranks} ranks on {_gpus(num_gpus)}"))
-    return Choice("nccl", (obstacle,))
+    if facts.ipc is None:
+        ipc = _unknown(facts, "ipc", "CUDA IPC was not tried")
+    else:
+        ipc = None if facts.ipc.is_working else f"CUDA IPC does not work: {facts.ipc.reason}"
+    return Standing(
+        "cuda",
+        num_ranks,
+        num_gpus,
+        ranks_per_gpu=-(-num_ranks // num_gpus),
+        mapping=_obstacle_to_mapping(facts, _links(facts, num_gpus), num_gpus),
+        ipc=ipc,
+        nvshmem=None if facts.nvshmem.is_usable else facts.nvshmem.reason,
+    )
+
+
+def _reasons(candidate: Candidate, facts: Facts, standing: Standing) -> list[str]:
+    if candidate.name == "ipc":
+        return [f"CUDA IPC works: {facts.ipc.reason}", *_notes(facts, standing)]
+    if candidate.name == "nvshmem":
+        return [f"NVSHMEM: {facts.nvshmem.reason}", *_link_notes(_links(facts, standing.num_gpus))]
+    if standing.device == "cpu":
+        why = "torch is a CPU build, so the GPUs are not used" if facts.gpus else "no GPU"
+        return [why, candidate.reason]
+    return [candidate.reason]
+
+
+def _links(facts: Facts, num_gpus: int) -> list[Link]:
+    return [link for link in facts.links if link.second < num_gpus]
 
 
 def _obstacle_to_mapping(facts: Facts, links: Iterable[Link], num_gpus: int) -> str | None:
@@ -77,14 +102,14 @@ def _unknown(facts: Facts, name: str, what: str) -> str:
     return f"{what}: {facts.unknown[name]}" if name in facts.unknown else what
 
 
-def _notes(facts: Facts, links: list[Link], num_ranks: int, num_gpus: int) -> list[str]:
-    notes = _link_notes(links)
-    if num_ranks > num_gpus:
+def _notes(facts: Facts, standing: Standing) -> list[str]:
+    notes = _link_notes(_links(facts, standing.num_gpus))
+    if not standing.is_one_rank_per_gpu:
         notes.append(
-            f"{num_ranks} ranks share {_gpus(num_gpus)}: control goes over gloo, for NCCL refuses that; start NVIDIA MPS, "
+            f"{standing.num_ranks} ranks share {standing.gpus}: control goes over gloo, for NCCL refuses that; start NVIDIA MPS, "
             "or they take turns"
         )
-    if not all(gpu.has_64_bit_stream_ops for gpu in facts.gpus[:num_gpus]):
+    if not all(gpu.has_64_bit_stream_ops for gpu in facts.gpus[: standing.num_gpus]):
         notes.append("no 64-bit stream memory operations: signals are waited for inside kernels")
     return notes
 
@@ -99,7 +124,3 @@ def _link_notes(links: list[Link]) -> list[str]:
     lanes = [link.num_nvlinks for link in links if link.num_nvlinks is not None]
     known = f"NVLink between all GPUs, {min(lanes)} lanes or more" if len(lanes) == len(links) else "native atomics everywhere"
     return [f"{known}: one-shot all-reduce by pushing (Lamport)"]
-
-
-def _gpus(number: int) -> str:
-    return f"{number} GPU{'s' * (number != 1)}"

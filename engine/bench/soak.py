@@ -22,11 +22,10 @@ from pathlib import Path
 import click
 import torch
 
+from comm.choice_table import pick
 from comm.device_collectives import Capacity, DeviceCollectives, layout_for
-from comm.device_communicator import DeviceCommunicator
 from comm.device_kernels import load_collectives
 from comm.device_watch import DeviceWatch
-from comm.gloo import GlooCommunicator
 from comm.heap_ipc import IpcHeap
 from engine.bench.gpu_world import GpuWorld
 from engine.bench.records import Record, commit
@@ -179,12 +178,16 @@ def soak(gpus: GpuWorld, num_calls: int) -> SoakResult:
     heap, watch = IpcHeap(rank, size, gpus.world.device.index, layout_for(size, capacity), exchange), DeviceWatch(20.0)
     kernels = load_collectives(Build(default_cache_folder()), (torch.bfloat16,))
     collectives = DeviceCollectives(heap, watch, kernels, capacity, ranks_per_gpu=gpus.ranks_per_gpu)
-    chosen = DeviceCommunicator(heap, collectives, watch, GlooCommunicator(gpus.group, ""), "")
     exchange(None)  # all heaps are ready to be written to
+
+    def chosen(x: torch.Tensor) -> None:
+        num_bytes = x.numel() * x.element_size()
+        getattr(collectives, pick(num_bytes, size, gpus.ranks_per_gpu == 1, is_capturing=True))(x)
+
     reduce = {
         "all_reduce_lamport": collectives.all_reduce_lamport,
         "all_reduce_sentinel": collectives.all_reduce_sentinel,
-        "chosen": chosen.all_reduce,
+        "chosen": chosen,
     }
     result = Soak(gpus, reduce, watch.check).run(num_calls)
     heap.close()

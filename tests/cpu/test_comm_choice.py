@@ -1,15 +1,17 @@
 """Which communicator a world gets, and what it is told about it."""
 
+import math
+
 import pytest
 import torch
 
-from comm import choice
+from comm import candidates
 from comm.choice import connect
 from comm.gloo import GlooCommunicator
 from comm.one_shot import OneShotCommunicator
 from comm.self_test import self_test
 from launch.environment import Environment
-from launch.errors import HeapExhausted, PeerTimeout, UsageError
+from launch.errors import EXIT_MODEL, CommUnavailable, HeapExhausted, PeerTimeout, UsageError
 from launch.world import World
 from tests.ranks_harness import RankFailed, run_ranks
 
@@ -24,7 +26,7 @@ def test_a_world_of_one_needs_nothing():
 
 
 def test_unknown_names_are_refused_before_any_connection():
-    with pytest.raises(UsageError, match="'nvlink' is not known; choose auto, ipc or one_shot or gloo"):
+    with pytest.raises(UsageError, match="'nvlink' is not known; choose auto, ipc, nvshmem, nccl, one_shot, gloo or host_loop"):
         connect(World(rank=0, size=2, local_size=2), "nvlink")
 
 
@@ -55,6 +57,18 @@ def test_what_was_asked_for_by_name_is_not_replaced():
     run_ranks(2, expect_exhausted)
 
 
+def expect_refusals(rank, size):
+    for name in ("ipc", "nvshmem", "nccl"):
+        with pytest.raises(CommUnavailable) as caught:
+            connect(world_here(), name)
+        assert str(caught.value) == f"--comm {name} is not possible here: it needs GPUs, and this run computes on cpu"
+        assert caught.value.exit_code == EXIT_MODEL
+
+
+def test_what_needs_gpus_is_refused_with_one_sentence_on_cpus():
+    run_ranks(2, expect_refusals)
+
+
 def break_rank_1_and_connect(rank, size):
     if rank == 1:
 
@@ -62,7 +76,7 @@ def break_rank_1_and_connect(rank, size):
             def all_reduce(self, x):
                 return super().all_reduce(x).nan_to_num_(1.0)
 
-        choice.OneShotCommunicator = Wrong
+        candidates.OneShotCommunicator = Wrong
     return connect_and_sum(rank, size, "auto", 4096)
 
 
@@ -82,6 +96,45 @@ class SumFromZero(GlooCommunicator):
 
     def all_reduce(self, x):
         return super().all_reduce(x).add_(0.0)
+
+
+class OtherOrder(GlooCommunicator):
+    """Right, but as NCCL is: from the last rank to the first, rounded to the tensor's dtype after each addition."""
+
+    is_rank_order = False
+
+    def all_reduce(self, x):
+        parts = self._all_gather(x.view(-1))
+        total = parts[-1].clone()
+        for part in reversed(parts[:-1]):
+            total += part
+        x.view(-1).copy_(total)
+        return x
+
+
+class OtherOrderOffByOne(OtherOrder):
+    """One wrong element, by a little more than rounding can explain."""
+
+    def all_reduce(self, x):
+        super().all_reduce(x)
+        if x.numel() >= 1025:
+            x.view(-1)[700] += 1e-5
+        return x
+
+
+class OtherOrderWithoutRank1(OtherOrder):
+    """Loses a rank's small integers only: random sums are not touched."""
+
+    def all_reduce(self, x):
+        is_integer = bool(torch.equal(x, x.nan_to_num().round()))
+        own = x.clone()
+        super().all_reduce(x)
+        return x.copy_(own) if is_integer and x.numel() == 1025 else x
+
+
+class OtherOrderNoNan(OtherOrder):
+    def all_reduce(self, x):
+        return super().all_reduce(x).nan_to_num_(0.0, math.inf, -math.inf)
 
 
 class WrongGather(GlooCommunicator):
@@ -117,6 +170,22 @@ def test_self_test_finds_each_kind_of_fault():
         "rank 1 did not arrive at barrier number 1",
     ]
     assert second == [None, *first[1:3], None, *first[4:]]  # only rank 0 sees what was gathered
+
+
+def verdicts_without_rank_order(rank, size):
+    right = connect(world_here(), "gloo")
+    kinds = (OtherOrder, OtherOrderOffByOne, OtherOrderWithoutRank1, OtherOrderNoNan)
+    return [self_test(kind(right._group, ""), right, 4096) for kind in kinds]
+
+
+def test_self_test_allows_another_order_of_sums_and_nothing_else():
+    for verdicts in run_ranks(3, verdicts_without_rank_order):
+        assert verdicts == [
+            None,
+            "its sum of 1025 float32 values is wrong",
+            "its sum of 1025 float32 values is wrong",
+            "its sum of 7 float32 values is wrong",
+        ]
 
 
 def lose_rank_1_before_it_connects(rank, size):

@@ -216,7 +216,7 @@ def run_checks(rank, size, requested):
 
 
 @pytest.mark.parametrize(
-    "requested, size", [("one_shot", 2), ("one_shot", 3), ("one_shot", 8), ("gloo", 2), ("gloo", 3)]
+    "requested, size", [("one_shot", 2), ("one_shot", 3), ("one_shot", 8), ("gloo", 2), ("gloo", 3), ("host_loop", 2)]
 )
 def test_collectives(requested, size):
     run_ranks(size, run_checks, requested, timeout_s=120)

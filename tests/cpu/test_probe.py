@@ -66,12 +66,12 @@ NVSHMEM = Nvshmem(True, "found", "3.4.5")
         (node(1), 2, "ipc", ["2 ranks share 1 GPU", "gloo", "MPS"]),
         (node(2), 8, "ipc", ["NVLink", "8 ranks share 2 GPUs", "MPS"]),
         (node(1, ipc=False), 2, "gloo", ["not permitted", "NCCL refuses 2 ranks on 1 GPU"]),
-        (node(1), None, "single", ["no peers"]),
-        (node(8, can_access=False), 1, "single", ["no peers"]),
-        (Facts(HOST), None, "posix", ["no GPU", "/dev/shm"]),
-        (replace(node(2), torch_gpus=0), None, "posix", ["torch is a CPU build"]),
+        (node(1), None, "none", ["no peers"]),
+        (node(8, can_access=False), 1, "none", ["no peers"]),
+        (Facts(HOST), None, "one_shot", ["no GPU", "ranks share memory"]),
+        (replace(node(2), torch_gpus=0), None, "one_shot", ["torch is a CPU build"]),
         (Facts(SHM_FULL), 2, "gloo", ["15 MiB free of the 16 MiB"]),
-        (Facts(SHM_FULL), 1, "single", []),
+        (Facts(SHM_FULL), 1, "none", []),
         (Facts(replace(HOST, shm_bytes=None, shm_free_bytes=None)), 2, "gloo", ["/dev/shm cannot be used"]),
         (replace(node(2), gpus=(gpu(0), gpu(1, has_64_bit_stream_ops=False))), None, "ipc", ["inside kernels"]),
     ],
@@ -277,13 +277,13 @@ def without_gpu(monkeypatch):
 def test_a_machine_without_a_gpu_says_so(without_gpu):
     result = CliRunner().invoke(probe.main, [])
     assert result.exit_code == 0 and "none found: no NVIDIA driver" in result.output
-    assert "choice          posix" in result.output or "choice          gloo" in result.output
+    assert "choice          one_shot" in result.output or "choice          gloo" in result.output
 
 
 def test_the_json_document_is_one_and_complete(without_gpu):
     result = CliRunner().invoke(probe.main, ["--json", "--ranks", "1"])
     document = json.loads(result.output)
-    assert document["choice"]["name"] == "single" and document["unknown"]["gpus"] == "no NVIDIA driver"
+    assert document["choice"]["name"] == "none" and document["unknown"]["gpus"] == "no NVIDIA driver"
     assert document["host"]["num_cores"] >= 1 and document["versions"]["torch"] and document["multicast"].startswith("off")
 
 

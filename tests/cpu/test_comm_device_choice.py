@@ -1,0 +1,130 @@
+"""Which way a tensor on a GPU goes, with tensors, kernels and NCCL made up; the real ones are in `tests/ranks`."""
+
+import pytest
+import torch
+
+from comm import device_communicator
+from comm.device_communicator import DeviceCommunicator
+from comm.host_loop import HostLoopCommunicator
+from comm.nccl import NcclCommunicator
+from launch.errors import DoorbellError, PeerLost
+
+LARGE, SMALL = 40 << 20, 1 << 10
+
+
+class GpuTensor:
+    """As much of a tensor on a GPU as is looked at."""
+
+    is_cuda, dtype, device = True, torch.bfloat16, "cuda:0"
+
+    def __init__(self, num_bytes):
+        self.num_bytes = num_bytes
+
+    def numel(self):
+        return self.num_bytes // 2
+
+    def element_size(self):
+        return 2
+
+
+class Calls:
+    """Collectives, NCCL, control and watch in one: remembers what is called."""
+
+    rank, size, kind, watch = 0, 2, "ipc", None
+
+    def __init__(self):
+        self.names = []
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args: self.names.append(name)
+
+
+@pytest.fixture
+def is_capturing(monkeypatch):
+    state = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[0])
+    return state
+
+
+def communicator(open_nccl):
+    calls = Calls()
+    made = DeviceCommunicator(calls, calls, calls, calls, "why", open_nccl)
+    return made, calls
+
+
+def algorithms(calls):
+    return [name for name in calls.names if name != "check"]
+
+
+def test_nccl_connects_at_the_first_large_message_outside_a_capture(is_capturing):
+    nccl, opened = Calls(), []
+    made, calls = communicator(lambda: opened.append(1) or nccl)
+    made.all_reduce(GpuTensor(SMALL))
+    is_capturing[0] = True
+    made.all_reduce(GpuTensor(LARGE))
+    assert algorithms(calls) == ["all_reduce_lamport", "all_reduce_two_shot"] and not opened
+    is_capturing[0] = False
+    made.all_reduce(GpuTensor(LARGE))
+    made.all_reduce(GpuTensor(LARGE))
+    assert (len(opened), nccl.names) == (1, ["all_reduce", "all_reduce"])
+    is_capturing[0] = True
+    made.all_reduce(GpuTensor(LARGE))
+    assert algorithms(calls)[2:] == ["all_reduce_two_shot"] and len(nccl.names) == 2
+
+
+def test_ranks_that_share_a_gpu_never_meet_nccl(is_capturing):
+    made, calls = communicator(None)
+    made.all_reduce(GpuTensor(LARGE))
+    assert algorithms(calls) == ["all_reduce_two_shot"] and "nccl" not in made.detail
+
+
+def test_nccl_that_does_not_connect_is_said_once_and_done_without(is_capturing, capsys):
+    tries = []
+
+    def refuse():
+        tries.append(1)
+        raise DoorbellError("NCCL does not connect on rank 1: no socket")
+
+    made, calls = communicator(refuse)
+    made.all_reduce(GpuTensor(LARGE))
+    made.all_reduce(GpuTensor(LARGE))
+    assert algorithms(calls) == ["all_reduce_two_shot"] * 2 and len(tries) == 1
+    assert capsys.readouterr().err == (
+        "doorbell: large messages stay with our own all-reduce: NCCL does not connect on rank 1: no socket\n"
+    )
+
+
+def test_a_peer_lost_while_nccl_connects_is_not_taken_for_a_refusal(is_capturing):
+    def lose():
+        raise PeerLost(1, "gone")
+
+    with pytest.raises(PeerLost):
+        communicator(lose)[0].all_reduce(GpuTensor(LARGE))
+
+
+def test_the_name_is_the_heaps_and_tensors_of_the_cpu_take_the_control():
+    made, calls = communicator(None)
+    made.all_reduce(torch.ones(3))
+    assert made.name == "ipc" and algorithms(calls) == ["all_reduce"]
+    calls.kind = "nvshmem"
+    assert DeviceCommunicator(calls, calls, calls, calls, "why").name == "nvshmem"
+
+
+def test_host_loop_waits_before_and_after_and_nccl_does_not(monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait"))
+    nccl, control = Calls(), Calls()
+    nccl.names = control.names = events
+    HostLoopCommunicator(control, "", nccl).all_reduce(GpuTensor(SMALL))
+    assert events == ["wait", "all_reduce", "wait"]
+    NcclCommunicator(nccl, control, "").all_reduce(GpuTensor(SMALL))
+    assert events[3:] == ["all_reduce"]
+    assert not HostLoopCommunicator(control, "", nccl).is_rank_order and HostLoopCommunicator(control, "").is_rank_order
+
+
+def test_the_watch_is_shared_with_the_control():
+    made, calls = communicator(None)
+    made.watch = "watch"
+    assert made._control.watch == "watch" and device_communicator.NCCL == "nccl"
