@@ -19,7 +19,9 @@ RELEASE_S = 30.0  # for queued replays that each wait again; after that the proc
 
 
 class StreamDeadline:
-    """`limit_s`: longest that `synchronize` waits, work of its own that is still queued included."""
+    """`limit_s`: longest that `synchronize` waits, work of its own that is still queued included. Longer than the limit of
+    `watch`, so that a kernel that waits in vain can say for whom.
+    """
 
     def __init__(self, watch: DeviceWatch, limit_s: float):
         self._watch, self._limit_s = watch, limit_s

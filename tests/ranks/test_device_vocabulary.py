@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 import torch
 
-from tests.ranks_harness import run_ranks
+from tests.ranks_harness import run_bodies, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -296,29 +297,24 @@ def time_calls(rank: int, size: int) -> list[str]:
     return lines
 
 
+BODIES = {
+    "argmax": (check_argmax,),
+    "draw": (check_draw,),
+    "gather": (check_gather,),
+    "many calls": (check_many_calls, 3000),
+    "graph replays": (check_graph,),
+}
+
+
+@cache
+def outcomes(size: int) -> dict[str, str | None]:
+    return run_bodies(size, BODIES, timeout_s=300)
+
+
+@pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("size", WORLDS)
-def test_argmax(size):
-    run_ranks(size, check_argmax, timeout_s=120)
-
-
-@pytest.mark.parametrize("size", WORLDS)
-def test_draw(size):
-    run_ranks(size, check_draw, timeout_s=180)
-
-
-@pytest.mark.parametrize("size", WORLDS)
-def test_gather(size):
-    run_ranks(size, check_gather, timeout_s=120)
-
-
-@pytest.mark.parametrize("size", WORLDS)
-def test_many_calls(size):
-    run_ranks(size, check_many_calls, 3000, timeout_s=120)
-
-
-@pytest.mark.parametrize("size", WORLDS)
-def test_graph_replays(size):
-    run_ranks(size, check_graph, timeout_s=120)
+def test_vocabulary(size, name):
+    assert outcomes(size)[name] is None, outcomes(size)[name]
 
 
 def test_a_missing_peer_is_named_before_the_deadline():
