@@ -228,6 +228,8 @@ def check_graph(rank: int, size: int) -> None:
             world.vocabulary.gather(logits, None, gathered)
             options.positions.add_(1)
 
+        # Loads this kernel now: where ranks share a GPU, loading waits for the peers' kernels, which may be waiting for this rank.
+        full.roll(1, 1)
         with torch.cuda.stream(stream):
             body()
             eager = [drawn.tolist()]
