@@ -134,7 +134,7 @@ MUTANTS = {
     # Rank 0 clears after rank 1 has sent the next call's data there: the data are gone.
     "sentinel: two slots, cleared lazily": Mutant(
         "all_reduce_sentinel",
-        (Edit(SENTINEL, "slot = epoch % 3, stale = (epoch + 2) % 3", "slot = epoch % 2, stale = (epoch + 1) % 2"),),
+        (Edit(SENTINEL, "slot = epoch % 3, stale = (slot + 2) % 3", "slot = epoch % 2, stale = (slot + 1) % 2"),),
         Schedule(), (DEADLINE,), legal=(SENTINEL_SENT,),
     ),
     "sentinel: data that look like it are not changed": Mutant(
@@ -198,7 +198,7 @@ MUTANTS = {
                 " st_release_sys(p.flags[threadIdx.x] + blockIdx.x * p.size + p.rank, epoch);\n",
             ),
         ),
-        Schedule(), (MISMATCH,), legal=(ONE_SHOT_BEFORE_DATA,), has_calm=False,
+        Schedule(), (MISMATCH, DEADLINE), legal=(ONE_SHOT_BEFORE_DATA,), has_calm=False,
     ),
     "one-shot: flags not released": Mutant(
         "all_reduce_one_shot", (NO_RELEASE,), Schedule(sizes=(400_000,) * 40), (MISMATCH,), is_certain=False, has_calm=False
