@@ -7,7 +7,7 @@ import torch
 from comm.device_collectives import ELEMS, SOURCES, LamportParams, NormParams, OneShotParams, SentinelParams, TwoShotParams
 from comm.device_signal import PutParams, TakeParams
 from comm.device_vocabulary import ArgmaxParams, DrawParams, GatherParams
-from kernels.build import Build
+from kernels.build import HEADERS, Build
 from kernels.launch_kernel import Kernel, load
 
 ENTRY_POINTS = {
@@ -26,7 +26,7 @@ def load_collectives(build: Build, dtypes: tuple[torch.dtype, ...] = tuple(ELEMS
     kernels: dict[tuple[str, torch.dtype], Kernel] = {}
     for stem, entries in ENTRY_POINTS.items():
         for dtype in dtypes:
-            module = load(build.cubin(SOURCES / f"{stem}.cu", [SOURCES], {"ELEM": ELEMS[dtype]}), stem)
+            module = load(build.cubin(SOURCES / f"{stem}.cu", [SOURCES, HEADERS], {"ELEM": ELEMS[dtype]}), stem)
             for name, params in entries.items():
                 kernels[name, dtype] = module.function(name, (params,))
     return kernels
@@ -34,6 +34,6 @@ def load_collectives(build: Build, dtypes: tuple[torch.dtype, ...] = tuple(ELEMS
 
 def load_signal(build: Build) -> dict[str, Kernel]:
     """`signal_put` and `signal_take`, which move bytes of any type."""
-    module = load(build.cubin(SOURCES / "signal_channel.cu", [SOURCES], {"ELEM": 0}), "signal_channel")
+    module = load(build.cubin(SOURCES / "signal_channel.cu", [SOURCES, HEADERS], {"ELEM": 0}), "signal_channel")
     params = {"signal_put": PutParams, "signal_take": TakeParams}
     return {name: module.function(name, (kind,)) for name, kind in params.items()}
