@@ -21,7 +21,7 @@ COMPILER := $(VENV)/.doorbell-compiler-installed
 ARCH     ?= sm_90a
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test test-ranks memcheck lint kernels bench-comm bench-cpu clean
+.PHONY: help setup model demo test test-gpu test-ranks memcheck lint kernels bench-comm bench-attention bench-cpu clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,6 +56,9 @@ $(COMPILER): $(STAMP)
 kernels: $(COMPILER)  ## Compile every CUDA source ahead of time (ARCH=sm_90a); needs no GPU
 	$(BIN)/python -m kernels.compile_all --arch $(ARCH)
 
+test-gpu:  ## On a machine with a GPU: the kernels against their torch twins
+	$(PYTHON) -m pytest -q tests/gpu
+
 test-ranks:  ## On a machine with GPUs: collectives at 2, 4 and 8 ranks (more ranks than GPUs need MPS)
 	$(PYTHON) -m pytest -q tests/ranks
 
@@ -64,6 +67,9 @@ memcheck:  ## On a machine with two GPUs: every collective under compute-sanitiz
 
 bench-comm:  ## On a machine with GPUs: all-reduce latency against NCCL, TP= ranks
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(TP) -m engine.bench.comm --record results/all_reduce.jsonl
+
+bench-attention:  ## On a machine with a GPU: decode attention beside torch's
+	$(PYTHON) -m engine.bench.attention --record results/decode_attention.jsonl
 
 bench-cpu: model  ## Decode and prefill against transformers on the default model, batch 1 and 8
 	$(BIN)/python -m engine.bench.cpu --model $(MODEL) --record results/cpu.jsonl
