@@ -1,7 +1,7 @@
 """The products of a decode step, one kind at a time: `kernels/gemv.cu` beside the library's, in TB/s of weights read.
 
-Each kind has as many distinct weights as make 2 GB, so that nothing is read from a cache; a graph runs through them, each product with
-programmatic launch behind the one before. One GPU.
+Each kind has as many distinct weights as make 5 GB, so that nothing is read from a cache; a graph runs through them, each product
+with programmatic launch behind the one before. One GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.bench.records import Record, commit
 from kernels.build import Build, default_cache_folder
 from kernels.gemv import MAX_ROWS, Gemv, load_gemv
 
-BYTES = 2 << 30
+BYTES = 5 << 30
 PEAK_TB_S = 4.59  # bulk copies from HBM, one kernel reading 16 GiB, as measured on an H200
 # Qwen2.5: hidden, query heads, KV heads, head size, MLP width, vocabulary rows of the head.
 SIZES = {
@@ -84,7 +84,7 @@ def main(models: str, tps: str, rows: str, dtypes: str, repeats: int, record: Pa
                         continue
                     elem = 1 if dtype == "fp8" else 2
                     num_bytes = out * inner * elem
-                    count = max(1, min(48, BYTES // num_bytes))
+                    count = max(1, min(64, BYTES // num_bytes))
                     line = f"{model:>4} tp{tp} {kind:8}{out:7d} x {inner:5d} {dtype}"
                     for n in map(int, rows.split(",")):
                         x = torch.randn(n, inner, device="cuda").bfloat16()
@@ -99,11 +99,12 @@ def main(models: str, tps: str, rows: str, dtypes: str, repeats: int, record: Pa
                         if n <= MAX_ROWS:
                             run = gemv.gate_up if is_gate_up else gemv.linear
                             target = run(x, weights[0])
-                            us = us_of([lambda w=w: run(x, w, None, target) for w in weights], repeats)
+                            bodies = [lambda w=w, run=run, x=x, target=target: run(x, w, None, target) for w in weights]
+                            us = us_of(bodies, repeats)
                             metrics = {"product_us": us, "hbm_tb_s": num_bytes / us / 1e6}
                             line += f"   {n} rows {us:7.2f} us {num_bytes / us / 1e6:5.2f}"
                         if dtype != "fp8":
-                            us = us_of([lambda w=w: F.linear(x, w) for w in weights], repeats)
+                            us = us_of([lambda w=w, x=x: F.linear(x, w) for w in weights], repeats)
                             peer = {"name": "cuBLAS through torch", "product_us": round(us, 4)}
                             line += f" (cuBLAS {us:7.2f} {num_bytes / us / 1e6:5.2f})"
                         if record is not None and metrics:

@@ -1,4 +1,4 @@
-"""`gemv.cu` against fp64 products: every number of rows, odd sizes, both weight types, biases, gate and up, splits, graph replay."""
+"""`gemv.cu` against fp64 products: every number of rows, odd sizes, both weight types, biases, gate and up, splits, graphs."""
 
 from __future__ import annotations
 
