@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +14,42 @@ import torch.nn.functional as F
 from kernels.build import HEADERS, Build
 from kernels.launch_kernel import Kernel, load
 from kernels.silu_mul import silu_mul
+from launch.errors import KernelLaunchError
 
 SOURCE = Path(__file__).parent / "gemv.cu"
 MAX_ROWS = 16
-WARPS, TILE, PIECE, SLOTS = 8, 8, 512, 2  # as in gemv.cu: warps a CTA, weight rows a tile, bytes of a weight row a piece
-SLOT_BYTES = TILE * (PIECE + 64)
-MAX_X_BYTES = 64 << 10  # of x in a CTA's shared memory
+# As in gemv.cu: multiplying warps, weight rows a tile, bytes of a block, most blocks of a piece, stages.
+WARPS, TILE, BLOCK, MAX_BLOCKS, STAGES = 8, 8, 64, 31, 5
+MAP_ELEM_BYTES = 8  # of the tensor map's elements: a box may be 256 of them wide
+MAX_SHARED_BYTES = 216 << 10  # dynamic, of a CTA on an H100 or H200, with room for the static part
+MAX_X_BYTES = 64 << 10  # of x in shared memory, where a split can make it less
 SPLIT_COST = 0.02  # of a sum by one more split, as a share of the whole: what its reader pays
 
 
 class GemvParams(ctypes.Structure):
     _fields_ = [
-        ("x", ctypes.c_uint64), ("weight", ctypes.c_uint64), ("scale", ctypes.c_uint64), ("bias", ctypes.c_uint64),
+        ("map", ctypes.c_uint8 * 128), ("x", ctypes.c_uint64), ("scale", ctypes.c_uint64), ("bias", ctypes.c_uint64),
         ("sums", ctypes.c_uint64), ("product", ctypes.c_uint64), ("rows", ctypes.c_uint32), ("in_", ctypes.c_uint32),
-        ("out", ctypes.c_uint32), ("num_splits", ctypes.c_uint32), ("warps_a_tile", ctypes.c_uint32),
-        ("x_pitch", ctypes.c_uint32),
+        ("out", ctypes.c_uint32), ("num_splits", ctypes.c_uint32), ("pieces", ctypes.c_uint32),
+        ("piece", ctypes.c_uint32), ("x_pitch", ctypes.c_uint32),
     ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class GemvPlan:
-    """How a product is dealt out. `ctas`: a multiple of `num_splits`; `warps_a_tile`: that share a tile's inner dimension."""
+    """How a product is dealt out. `ctas`: a multiple of `num_splits`. A split takes `pieces` of `piece` bytes of a weight row."""
 
     ctas: int
     num_splits: int
-    warps_a_tile: int
-    x_pitch: int
+    pieces: int
+    piece: int
+    x_pitch: int  # bytes between rows of x in shared memory
 
     def shared_bytes(self, rows: int) -> int:
-        return WARPS * SLOTS * SLOT_BYTES + rows * self.x_pitch
+        return STAGES * TILE * MAX_BLOCKS * BLOCK + rows * self.x_pitch
 
 
+@cache
 def plan_gemv(
     rows: int, inner: int, out: int, elem_bytes: int, num_sms: int, is_gate_up: bool = False, num_splits: int | None = None
 ) -> GemvPlan | None:
@@ -54,22 +60,45 @@ def plan_gemv(
     """
     if not 0 < rows <= MAX_ROWS or inner * elem_bytes % 16 or inner * 2 % 16:
         return None
-    pieces, tiles = -(-inner * elem_bytes // PIECE), -(-out // TILE)
+    row_bytes, tiles = inner * elem_bytes, -(-out // TILE)
     best, least = None, float("inf")
     for splits in (1,) if is_gate_up else (num_splits,) if num_splits else (1, 2, 3, 4, 6, 8, 11, 12, 16):
-        if splits > min(pieces, num_sms):
+        share = -(-row_bytes // splits)
+        pieces = -(-share // (MAX_BLOCKS * BLOCK))
+        blocks = -(-share // (pieces * BLOCK)) // 2 * 2 + 1  # odd, and no less than needed
+        piece = blocks * BLOCK
+        if splits > num_sms or blocks > MAX_BLOCKS or (splits - 1) * pieces * piece >= row_bytes:
             continue
-        most_pieces = -(-pieces // splits)
-        x_bytes = most_pieces * PIECE // elem_bytes * 2
-        x_pitch = -(-x_bytes // 128) * 128 + 64
-        if rows * x_pitch > MAX_X_BYTES and splits * 2 <= pieces and not is_gate_up:
-            continue
+        # A whole number of blocks, and again an odd one, for the same reason as a piece's.
+        x_pitch = (pieces * piece // elem_bytes * 2 // BLOCK // 2 * 2 + 1) * BLOCK
         sets = min(tiles, num_sms // splits)
-        cost = -(-tiles // sets) * most_pieces / (tiles * pieces / num_sms) + SPLIT_COST * splits
+        plan = GemvPlan(sets * splits, splits, pieces, piece, x_pitch)
+        if plan.shared_bytes(rows) > MAX_SHARED_BYTES:
+            continue
+        cost = -(-tiles // sets) * min(pieces * piece, row_bytes) / (tiles * row_bytes / num_sms) + SPLIT_COST * splits
+        cost += 0.2 * (rows * x_pitch > MAX_X_BYTES)  # then no other kernel's stages find room beside it
         if cost < least:
-            warps = 4 if is_gate_up else next(n for n in (8, 4, 2, 1) if n <= most_pieces or n == 1)
-            best, least = GemvPlan(sets * splits, splits, warps, x_pitch), cost
+            best, least = plan, cost
     return best
+
+
+def encode_map(data: torch.Tensor, piece: int) -> Any:
+    """The tensor map of a matrix on the GPU, with boxes of eight rows of `piece` bytes."""
+    from cuda.bindings import driver
+
+    rows, row_bytes = data.shape[0], data.shape[1] * data.element_size()
+    integer = driver.cuuint64_t
+    result, encoded = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_INT64, 2, data.data_ptr(),
+        [integer(row_bytes // MAP_ELEM_BYTES), integer(rows)], [integer(row_bytes)],
+        [driver.cuuint32_t(piece // MAP_ELEM_BYTES), driver.cuuint32_t(TILE)], [driver.cuuint32_t(1)] * 2,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise KernelLaunchError(f"gemv: no tensor map of {list(data.shape)} {data.dtype}: {result.name}", result.name)
+    return (ctypes.c_uint8 * 128).from_buffer_copy(ctypes.string_at(encoded.getPtr(), 128))
 
 
 class Gemv:
@@ -81,6 +110,7 @@ class Gemv:
 
     def __init__(self, kernels: dict[tuple[bool, bool, int], Kernel], num_sms: int, is_pdl: bool = True):
         self._kernels, self._num_sms, self._is_pdl = kernels, num_sms, is_pdl
+        self._maps: dict[tuple[int, torch.Size, int], Any] = {}
 
     def linear(
         self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, out: torch.Tensor | None = None,
@@ -127,13 +157,16 @@ class Gemv:
         def address(tensor: torch.Tensor | None) -> int:
             return 0 if tensor is None else tensor.data_ptr()
 
+        key = data.data_ptr(), data.shape, plan.piece  # all that is in a map
+        if key not in self._maps:
+            self._maps[key] = encode_map(data, plan.piece)
         params = GemvParams(
-            x.data_ptr(), data.data_ptr(), address(scale), address(bias), address(sums), address(product), x.shape[0], x.shape[1],
-            out, plan.num_splits, plan.warps_a_tile, plan.x_pitch,
+            self._maps[key], x.data_ptr(), address(scale), address(bias), address(sums), address(product), x.shape[0], x.shape[1],
+            out, plan.num_splits, plan.pieces, plan.piece, plan.x_pitch,
         )  # fmt: skip
         kernel = self._kernels[scale is not None, is_gate_up, 8 if x.shape[0] <= 8 else 16]
-        stream = torch.cuda.current_stream().cuda_stream
-        kernel.launch(plan.ctas, WARPS * 32, (params,), stream, shared_bytes=plan.shared_bytes(x.shape[0]), is_pdl=self._is_pdl)
+        stream, threads = torch.cuda.current_stream().cuda_stream, (WARPS + 1) * 32
+        kernel.launch(plan.ctas, threads, (params,), stream, shared_bytes=plan.shared_bytes(x.shape[0]), is_pdl=self._is_pdl)
 
 
 def load_gemv(build: Build) -> dict[tuple[bool, bool, int], Kernel]:
@@ -142,8 +175,8 @@ def load_gemv(build: Build) -> dict[tuple[bool, bool, int], Kernel]:
     for is_fp8 in (False, True):
         for is_gate_up in (False, True):
             for rows in (8, 16):
-                defines = {"ELEM": 0, "FP8": int(is_fp8), "GATE_UP": int(is_gate_up), "ROWS": rows, "SLOTS": SLOTS}
-                module = load(build.cubin(SOURCE, [HEADERS], defines), "gemv")
+                variant = {"ELEM": 0, "FP8": int(is_fp8), "GATE_UP": int(is_gate_up), "ROWS": rows}
+                module = load(build.cubin(SOURCE, [HEADERS], {**variant, "STAGES": STAGES}), "gemv")
                 kernels[is_fp8, is_gate_up, rows] = module.function("gemv", (GemvParams,))
     return kernels
 
