@@ -32,6 +32,8 @@ class DeviceCommunicator(ControlledCommunicator):
     *Numbers*: those of NCCL for these messages, rank order for all others.
     """
 
+    is_capturable = True
+
     def __init__(
         self,
         heap: DeviceHeap,
@@ -44,8 +46,8 @@ class DeviceCommunicator(ControlledCommunicator):
     ):
         super().__init__(control, reason)
         self.name = heap.kind
-        self._heap, self._collectives, self._device_watch = heap, collectives, device_watch
-        self.vocabulary = vocabulary
+        self._heap, self._device_watch = heap, device_watch
+        self.collectives, self.vocabulary = collectives, vocabulary
         self._is_one_rank_per_gpu = open_nccl is not None
         self._open_nccl, self._nccl = open_nccl, None
         self.detail = describe(self.size, self._is_one_rank_per_gpu)
@@ -61,7 +63,7 @@ class DeviceCommunicator(ControlledCommunicator):
             if nccl is not None:
                 return nccl.all_reduce(x)
             algorithm = pick(num_bytes, self.size, self._is_one_rank_per_gpu, is_capturing=True)
-        getattr(self._collectives, algorithm)(x)
+        getattr(self.collectives, algorithm)(x)
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -74,6 +76,10 @@ class DeviceCommunicator(ControlledCommunicator):
     def broadcast_ints(self, values: Sequence[int] | None) -> list[int]:
         self._device_watch.check()
         return super().broadcast_ints(values)
+
+    def check(self) -> None:
+        self._device_watch.check()
+        super().check()
 
     def close(self) -> None:
         """Unmap in order if all ranks end in order; otherwise leave it to the end of the processes."""
