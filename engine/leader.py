@@ -122,8 +122,8 @@ class Leader:
         return bool(self._message.finished or self._message.added)
 
     def steps_alone(self) -> int:
-        """How many tokens every row that is past its prompt will surely be asked for, and can be chosen without rank 0; 0 if for one
-        of them they cannot, or drafts are made between the steps."""
+        """How many tokens every row past its prompt may still have, if all of them can be chosen without rank 0; 0 if they
+        cannot, or if drafts are made between the steps."""
         if self.speculation is not None:
             return 0
         return min((self._steps_alone(sample) for sample in self.samples.values() if sample.token_ids), default=0)

@@ -172,7 +172,8 @@ def lead(
 class BurstReader:
     """Rank 0's way through a burst: read its steps in order, until a message is due.
 
-    `admit()` lets rows in that are there; the others are as in `lead`. `last_read_s`: when the last step came in, or the burst began.
+    `admit()` lets rows in that are there; the others are as in `lead`. `last_read_s`: when the last step came in, or the burst
+    began.
     """
 
     def __init__(
@@ -189,8 +190,8 @@ class BurstReader:
         self.last_read_s = 0.0
 
     def read_on(self) -> bool:
-        """Whether the next message continues the running burst. If not, either none runs, or all of its tokens have been read that
-        a row could use, and it is over."""
+        """Whether the next message continues the running burst. If not, either none runs, or all of its tokens that a row could
+        use have been read, and it is over."""
         burst = self._replica.burst
         while burst is not None and burst.num_unread and self._leader.is_any_open(burst.sequences):
             if burst.num_unread <= NUM_STEPS_BEHIND:

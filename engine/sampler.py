@@ -52,8 +52,8 @@ class SamplerState:
 
     @property
     def is_sharded(self) -> bool:
-        """True if the next token is the best of the untouched logits, or the best after noise: what each rank can find in its part
-        of the vocabulary, so that the whole row need not come together."""
+        """True if the next token is the best of the untouched logits, or the best after noise: what each rank can find in its
+        part of the vocabulary, so that the whole row need not come together."""
         params = self.params
         is_unfiltered = params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0
         return (self.is_greedy or is_unfiltered) and self._is_untouched

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 
-
 NO_KEY = bytes(16)
 
 

@@ -24,8 +24,8 @@ _CHECK_EVERY = 64  # looks
 class TokenRing:
     """`num_slots` steps of up to `max_rows` rows. Steps are numbered from 0 and never start anew.
 
-    `words`: int64 `[num_slots, max_rows]` as the host sees them (pinned for a GPU); `device_words`: the same memory as a tensor of
-    `device`. The writer may be at most `num_slots` steps ahead of the reader.
+    `words`: int64 `[num_slots, max_rows]` as the host sees them (pinned for a GPU); `device_words`: the same memory as a tensor
+    of `device`. The writer may be at most `num_slots` steps ahead of the reader.
     """
 
     def __init__(self, num_slots: int, max_rows: int, device: torch.device):

@@ -139,7 +139,8 @@ def test_steps_beyond_the_last_rows_end_are_not_waited_for(model):
     text = prompts(1, seed=3)[0]
     free = answer(model, [request(text, max_tokens=40)]).token_ids[0]
     stop = next(token_id for idx, token_id in enumerate(free) if idx > 2 and token_id not in free[:idx])
-    run, _, recorder = compare(model, lambda: [request(text, max_tokens=40, stop_ids=[stop]), request(text, max_tokens=9)], max_batch=1)
+    rows = lambda: [request(text, max_tokens=40, stop_ids=[stop]), request(text, max_tokens=9)]  # noqa: E731
+    run, _, recorder = compare(model, rows, max_batch=1)
     assert run.token_ids[0] == free[: free.index(stop) + 1] and run.token_ids[1] == free[:9]
     assert recorder.num_launched > recorder.num_read
 
