@@ -17,11 +17,14 @@ BIN      := $(VENV)/bin
 TORCHRUN  = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(TP)
 STAMP    := $(VENV)/.doorbell-installed
 COMPILER := $(VENV)/.doorbell-compiler-installed
+# Calls of a soak, and what it is started through: needed where ranks share a GPU.
+CALLS    ?= 1000000
+MPS      ?= sh launch/with_mps.sh
 # The GPU to compile for.
 ARCH     ?= sm_90a
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test test-ranks memcheck lint kernels bench-comm bench-cpu clean
+.PHONY: help setup model demo test test-ranks memcheck lint kernels bench-comm bench-signal bench-soak bench-cpu clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -64,6 +67,13 @@ memcheck:  ## On a machine with two GPUs: every collective under compute-sanitiz
 
 bench-comm:  ## On a machine with GPUs: all-reduce latency against NCCL, TP= ranks
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(TP) -m engine.bench.comm --record results/all_reduce.jsonl
+
+bench-signal:  ## On a machine with two GPUs: put-with-signal latency, us a hop
+	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 -m engine.bench.signal --record results/put_signal.jsonl
+
+bench-soak: TP := 8
+bench-soak:  ## On a machine with GPUs: CALLS= checked all-reduces on TP= ranks (1000000 on 8), under MPS unless MPS= is empty
+	$(MPS) $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(TP) -m engine.bench.soak --calls $(CALLS) --record results/soak.jsonl
 
 bench-cpu: model  ## Decode and prefill against transformers on the default model, batch 1 and 8
 	$(BIN)/python -m engine.bench.cpu --model $(MODEL) --record results/cpu.jsonl

@@ -32,7 +32,7 @@ TABLES = (
         True,
         (
             Row(64 << 10, "all_reduce_lamport", _RUN),
-            Row(2 << 20, "all_reduce_sentinel", _RUN),
+            Row(4 << 20, "all_reduce_sentinel", _RUN),
             Row(32 << 20, "all_reduce_two_shot", _RUN),  # ahead of NCCL at 16 MB, behind at 64 MB
             Row(None, NCCL, _RUN),
         ),

@@ -35,6 +35,7 @@ ONE_SHOT_THREADS, TWO_SHOT_THREADS = 512, 512
 # Where ranks share a GPU, the kernels of all of them and those launched early behind them take no more of it than this, so that
 # each has a place however many registers it uses.
 SHARED_THREADS_PER_SM = 512
+MIN_SHARED_THREADS = 128  # a CTA counts as so many at least: its other resources are not free either
 EPOCH_BANKS, EPOCH_WORDS = 6, 256  # counters of each kind of call, one a CTA
 
 
@@ -200,7 +201,7 @@ class DeviceCollectives:
         _check_norm(x, residual, weight, normed)
         rows, hidden = x.shape
         ctas, threads = norm_grid(hidden * x.element_size() // UNIT_BYTES, ctas, threads)
-        room = self._most(NORM_ROWS, ctas * threads)
+        room = self._most(NORM_ROWS, ctas * max(threads, MIN_SHARED_THREADS))
         for start in range(0, rows, room):
             part = slice(start, min(start + room, rows))
             reduce = self._lamport_params("norm_inbox", 1, x[part], normed[part], NORM_ROWS * NORM_CTAS, NORM_PACKETS)
@@ -256,7 +257,9 @@ class DeviceCollectives:
 
     def _most(self, ctas: int, threads: int) -> int:
         """The largest grid of CTAs of `threads` threads that this rank may launch, of at most `ctas`."""
-        return ctas if self._most_threads is None else max(1, min(ctas, self._most_threads // threads))
+        if self._most_threads is None:
+            return ctas
+        return max(1, min(ctas, self._most_threads // max(threads, MIN_SHARED_THREADS)))
 
     def _addresses(self, region: str) -> Any:
         return _Pointers(*(self.heap.address(peer, region) for peer in range(self.size)))

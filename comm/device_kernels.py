@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from comm.device_collectives import ELEMS, SOURCES, LamportParams, NormParams, OneShotParams, SentinelParams, TwoShotParams
-from comm.device_signal import PutParams, TakeParams
+from comm.device_signal import MoveParams, RelayParams
 from comm.device_vocabulary import ArgmaxParams, DrawParams, GatherParams
+from comm.link_echo import EchoParams
 from kernels.build import Build
 from kernels.launch_kernel import Kernel, load
 
@@ -18,6 +19,11 @@ ENTRY_POINTS = {
     "all_reduce_two_shot": {"all_reduce_two_shot": TwoShotParams},
     "argmax_lamport": {"argmax_lamport": ArgmaxParams, "draw_lamport": DrawParams},
     "gather_lamport": {"gather_lamport": GatherParams},
+}
+SIGNAL_ENTRY_POINTS = {
+    f"{shape}_{verb}": kind
+    for shape in ("packet", "signal")
+    for verb, kind in (("put", MoveParams), ("take", MoveParams), ("relay", RelayParams))
 }
 
 
@@ -33,7 +39,11 @@ def load_collectives(build: Build, dtypes: tuple[torch.dtype, ...] = tuple(ELEMS
 
 
 def load_signal(build: Build) -> dict[str, Kernel]:
-    """`signal_put` and `signal_take`, which move bytes of any type."""
+    """`<shape>_<verb>` of `comm/device_signal.py`; they move bytes of any type."""
     module = load(build.cubin(SOURCES / "signal_channel.cu", [SOURCES], {"ELEM": 0}), "signal_channel")
-    params = {"signal_put": PutParams, "signal_take": TakeParams}
-    return {name: module.function(name, (kind,)) for name, kind in params.items()}
+    return {name: module.function(name, (kind,)) for name, kind in SIGNAL_ENTRY_POINTS.items()}
+
+
+def load_link_echo(build: Build) -> Kernel:
+    module = load(build.cubin(SOURCES / "link_echo.cu", [SOURCES], {"ELEM": 0}), "link_echo")
+    return module.function("link_echo", (EchoParams,))

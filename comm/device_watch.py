@@ -18,6 +18,7 @@ SITES = {
     9: "argmax_lamport",
     10: "draw_lamport",
     11: "gather_lamport",
+    12: "link_echo",
 }
 
 
@@ -46,6 +47,13 @@ class DeviceWatch:
         cupy.cuda.runtime.memset(self._aborted.ptr, 0, 256)
         # With unified addressing the device finds host-mapped memory at the host's own address.
         self.params = WatchParams(self._memory.ptr, self._aborted.ptr, int(deadline_s * 1e9))
+
+    def give_up(self, site: int, epoch: int, peer: int, seen: int, expected: int) -> None:
+        """Record from the host that a wait of this rank expired, unless a kernel already has. `check` raises from here on."""
+        if not self._record.aborted:
+            values = {"site": site, "epoch": epoch, "peer": peer, "seen": seen, "expected": expected, "aborted": 1}
+            for name, value in values.items():  # `aborted` last
+                setattr(self._record, name, value)
 
     def check(self) -> None:
         """*Raises* `PeerTimeout` if a kernel of this rank gave up. Reads host memory only: no synchronisation."""

@@ -103,6 +103,34 @@ def run_ranks(
         return ranks.results(timeout_s)
 
 
+def run_bodies(size: int, bodies: dict[str, tuple], timeout_s: float) -> dict[str, str | None]:
+    """Run `bodies`, name: (function, arguments after rank and size), one after the other in the same processes, which saves
+    their start. For each name None, or what went wrong: the last line of every rank that failed, and the traceback of the one
+    that did not just wait for another in vain.
+    """
+    ranks = run_ranks(size, _run_bodies, bodies, timeout_s=timeout_s)
+    outcomes: dict[str, str | None] = {}
+    for name in bodies:
+        found = {rank: done.get(name, "not reached") for rank, done in enumerate(ranks)}
+        failures = {rank: text for rank, text in found.items() if text is not None}
+        lines = [f"rank {rank}: {text.strip().splitlines()[-1]}" for rank, text in failures.items()]
+        causes = sorted(failures.values(), key=lambda text: "PeerTimeout" in text or "Connection closed" in text)
+        outcomes[name] = "\n".join([*lines, causes[0]]) if failures else None
+    return outcomes
+
+
+def _run_bodies(rank: int, size: int, bodies: dict[str, tuple]) -> dict[str, str | None]:
+    done: dict[str, str | None] = {}
+    for name, (body, *args) in bodies.items():
+        try:
+            body(rank, size, *args)
+            done[name] = None
+        except Exception:
+            done[name] = traceback.format_exc()
+            break  # the ranks are no longer in step
+    return done
+
+
 def report(value: Any) -> None:
     """Called in a rank: send `value` to the test before the result."""
     _pipe_of_this_rank.send(("report", value))

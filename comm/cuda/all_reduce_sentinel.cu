@@ -73,7 +73,7 @@ __device__ __forceinline__ Pair wait_vector(const Pair* address, u32 epoch, Watc
 extern "C" __global__ void __launch_bounds__(512) all_reduce_sentinel(const __grid_constant__ SentinelParams p) {
     wait_for_prerequisites();
     u32 epoch = next_call(ld_relaxed_sys(p.epochs + blockIdx.x)), used = ld_relaxed_sys(p.used + blockIdx.x);
-    u32 slot = epoch % 3, stale = (epoch + 2) % 3;
+    u32 slot = epoch % 3, stale = (slot + 2) % 3;  // not of epoch + 2, which wraps
     long stride = static_cast<long>(gridDim.x) * blockDim.x;
     long begin = static_cast<long>(blockIdx.x) * blockDim.x + threadIdx.x;
     long num_vectors = (p.num_elems + VECTOR_ELEMS - 1) / VECTOR_ELEMS;

@@ -43,6 +43,13 @@ __device__ __forceinline__ u32 ld_acquire_sys(const u32* address) {
     return value;
 }
 
+__device__ __forceinline__ void st_relaxed_sys(u32* address, u32 value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Before it: everything this thread did or saw. Then relaxed stores publish it.
+__device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
 __device__ __forceinline__ void st_release_sys(u32* address, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

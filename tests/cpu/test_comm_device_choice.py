@@ -50,7 +50,7 @@ def is_capturing(monkeypatch):
 
 def communicator(open_nccl):
     calls = Calls()
-    made = DeviceCommunicator(calls, calls, calls, calls, "why", open_nccl)
+    made = DeviceCommunicator(calls, calls, calls, calls, calls, "why", open_nccl)
     return made, calls
 
 
@@ -109,7 +109,7 @@ def test_the_name_is_the_heaps_and_tensors_of_the_cpu_take_the_control():
     made.all_reduce(torch.ones(3))
     assert made.name == "ipc" and algorithms(calls) == ["all_reduce"]
     calls.kind = "nvshmem"
-    assert DeviceCommunicator(calls, calls, calls, calls, "why").name == "nvshmem"
+    assert DeviceCommunicator(calls, calls, calls, calls, calls, "why").name == "nvshmem"
 
 
 def test_host_loop_waits_before_and_after_and_nccl_does_not(monkeypatch):

@@ -105,7 +105,7 @@ def test_each_size_takes_its_row_up_to_the_last_byte(monkeypatch):
 
 def test_the_table_on_one_line():
     line = describe(2, True)
-    assert line.startswith("to 64 KB lamport, to 2 MB sentinel, to 32 MB two-shot, above nccl; thresholds: results/")
+    assert line.startswith("to 64 KB lamport, to 4 MB sentinel, to 32 MB two-shot, above nccl; thresholds: results/")
     assert "ranks" not in line and describe(4, True).endswith(", from 2 ranks")
     assert "nccl" not in describe(8, False)
 

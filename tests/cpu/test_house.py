@@ -62,6 +62,11 @@ def test_kernel_launches_have_one_door():
     assert users_of("cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel") == {"kernels/launch_kernel.py"}
 
 
+def test_stream_memory_operations_have_one_door():
+    singles = [f"cuStream{verb}Value{bits}" for verb in ("Wait", "Write") for bits in (32, 64)]
+    assert users_of(*singles, "cuStreamBatchMemOp", "cuGraphAddBatchMemOpNode") == {"comm/stream_ops.py"}
+
+
 def test_process_groups_have_one_door():
     assert users_of("init_process_group", "new_group") == {"comm/process_group.py"}
 

@@ -51,7 +51,11 @@ def device_world(
     collectives = DeviceCollectives(heap, watch, kernels, capacity, is_pdl, per_gpu)
     vocabulary = DeviceVocabulary(heap, watch, kernels, is_pdl, per_gpu)
     group.exchange(None)
-    yield DeviceWorld(rank, size, group, collectives, vocabulary, watch)
+    try:
+        yield DeviceWorld(rank, size, group, collectives, vocabulary, watch)
+    except AssertionError:
+        watch.check()  # a kernel that gave up explains a wrong result
+        raise
     torch.cuda.synchronize()
     watch.check()
     heap.close()

@@ -7,6 +7,7 @@ the heap, be it in the wrong region, the sanitizer cannot see: the sums are chec
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import torch
@@ -59,11 +60,13 @@ def reduce_all(rank: int, size: int) -> None:
 def send_messages(world: World) -> None:
     """Rank 0 to rank 1."""
     group = ProcessGroup(world, 120.0)
-    layout = Layout.of(DeviceSignalChannel.regions("there", 8 * WORDS))
+    stems = {False: "packets", True: "signals"}
+    layout = Layout.of(*(DeviceSignalChannel.regions(stem, 8 * WORDS) for stem in stems.values()))
     heap, watch = IpcHeap(world.rank, world.size, world.device.index, layout, group.exchange), DeviceWatch(DEADLINE_S)
-    channel = DeviceSignalChannel(heap, watch, load_signal(Build(default_cache_folder())), "there", 0, 1)
+    kernels = load_signal(Build(default_cache_folder()))
+    channels = [DeviceSignalChannel(heap, watch, kernels, stems[only], 0, 1, is_writes_only=only) for only in stems]
     group.exchange(None)
-    for number in range(MESSAGES):
+    for number, channel in itertools.product(range(MESSAGES), channels):
         message = torch.arange(WORDS, device="cuda") * 1_000_003 + number
         out = torch.full_like(message, -1)
         if world.rank == 0:

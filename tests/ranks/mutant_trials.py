@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from comm.device_collectives import ELEMS, EPOCH_WORDS, Capacity, DeviceCollectives, layout_for
-from comm.device_kernels import ENTRY_POINTS
-from comm.device_signal import DeviceSignalChannel, PutParams, TakeParams
+from comm.device_kernels import ENTRY_POINTS, SIGNAL_ENTRY_POINTS
+from comm.device_signal import DeviceSignalChannel
 from comm.device_watch import DeviceWatch
 from comm.heap import Layout
 from comm.heap_ipc import IpcHeap
 from comm.process_group import ProcessGroup
+from comm.stream_deadline import StreamDeadline
 from kernels.build import Build
 from kernels.launch_kernel import load
 from launch.errors import PeerTimeout
@@ -28,7 +29,6 @@ SLEEP_CYCLES = 40_000_000  # about 20 ms of a GPU's clock: longer than the host 
 NUM_COUNTERS = 5 * EPOCH_WORDS  # the words of the region `epochs` that count calls; what follows holds the sentinel's sizes
 CAPACITY = Capacity(two_shot_bytes=1 << 20)
 STEMS = ("all_reduce_lamport", "all_reduce_sentinel", "all_reduce_one_shot", "all_reduce_two_shot")
-SIGNAL_ENTRIES = {"signal_put": PutParams, "signal_take": TakeParams}
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,12 @@ class Trials:
 
     def signal(self, folder: Path, mutant: SignalMutant) -> list[str | None]:
         """Messages from rank 0 to rank 1, by the kernels in `folder`."""
-        kernels = self._kernels(folder, mutant.stem, {name: (name, kind) for name, kind in SIGNAL_ENTRIES.items()})
+        kernels = self._kernels(folder, mutant.stem, {name: (name, kind) for name, kind in SIGNAL_ENTRY_POINTS.items()})
         layout = Layout.of(DeviceSignalChannel.regions("there", 8 * mutant.words))
         heap = IpcHeap(self.rank, self.size, self.device, layout, self.group.exchange)
         watch = DeviceWatch(DEADLINE_S)
-        channel = DeviceSignalChannel(heap, watch, kernels, "there", 0, 1)
+        deadline = StreamDeadline(watch, 10 * DEADLINE_S)
+        channel = DeviceSignalChannel(heap, watch, kernels, "there", 0, 1, mutant.wait, mutant.is_writes_only, deadline)
         generator = torch.Generator("cuda").manual_seed(1)
         sent = torch.randint(-(1 << 60), 1 << 60, (mutant.num_messages, mutant.words), generator=generator, device="cuda")
         taken = torch.full_like(sent, -1) if self.rank == 1 else sent

@@ -68,7 +68,10 @@ class Mutant:
 
 @dataclass(frozen=True)
 class SignalMutant:
-    """As `Mutant`, of the signal channel. `late`: the rank whose GPU sleeps before its first message. `words` are of 8 bytes."""
+    """As `Mutant`, of the signal channel. `late`: the rank whose GPU sleeps before its first message. `words` are of 8 bytes.
+
+    `wait`, `is_writes_only`: of the channel.
+    """
 
     edits: tuple[Edit, ...]
     faults: tuple[str, ...]
@@ -77,6 +80,8 @@ class SignalMutant:
     num_messages: int = 12
     words: int = 64
     is_certain: bool = True
+    wait: str = "kernel"
+    is_writes_only: bool = True
     stem: str = field(default="signal_channel", init=False)
 
 
@@ -129,7 +134,7 @@ MUTANTS = {
     # Rank 0 clears after rank 1 has sent the next call's data there: the data are gone.
     "sentinel: two slots, cleared lazily": Mutant(
         "all_reduce_sentinel",
-        (Edit(SENTINEL, "slot = epoch % 3, stale = (epoch + 2) % 3", "slot = epoch % 2, stale = (epoch + 1) % 2"),),
+        (Edit(SENTINEL, "slot = epoch % 3, stale = (slot + 2) % 3", "slot = epoch % 2, stale = (slot + 1) % 2"),),
         Schedule(), (DEADLINE,), legal=(SENTINEL_SENT,),
     ),
     "sentinel: data that look like it are not changed": Mutant(
@@ -193,7 +198,7 @@ MUTANTS = {
                 " st_release_sys(p.flags[threadIdx.x] + blockIdx.x * p.size + p.rank, epoch);\n",
             ),
         ),
-        Schedule(), (MISMATCH,), legal=(ONE_SHOT_BEFORE_DATA,), has_calm=False,
+        Schedule(), (MISMATCH, DEADLINE), legal=(ONE_SHOT_BEFORE_DATA,), has_calm=False,
     ),
     "one-shot: flags not released": Mutant(
         "all_reduce_one_shot", (NO_RELEASE,), Schedule(sizes=(400_000,) * 40), (MISMATCH,), is_certain=False, has_calm=False
@@ -220,24 +225,40 @@ MUTANTS = {
     ),
 }  # fmt: skip
 
-RING = "st_release_sys(p.signals + slot, number);"
-ACKNOWLEDGE = "st_release_sys(p.acks + slot, number);"
+RING = "st_release_sys(p.end.signals + turn.slot, signal_value(p.end, turn));"
+ACKNOWLEDGE = "st_release_sys(p.end.acks + turn.slot, turn.number);"
 FIRST_THREAD = "    if (threadIdx.x == 0) "
-PAYLOAD = "    for (u32 i = threadIdx.x; i < p.num_words; i += blockDim.x) p.slots"
-TAKEN = "    for (u32 i = threadIdx.x; i < p.num_words; i += blockDim.x)\n        p.out"
 DELAY = _delay("true") + "\n"
+PAYLOAD = "    for (u32 i = threadIdx.x; i < p.num_words; i += blockDim.x) slot[i] = p.data[i];"
+TAKEN = "    for (u32 i = threadIdx.x; i < p.num_words; i += blockDim.x) p.data[i] = slot[i];"
+PACKETS_AWAITED = "    const Pair* packets = packets_of(p.end, turn);\n"
+BEFORE_PAYLOAD = Edit(SIGNAL, PAYLOAD, DELAY + PAYLOAD)
 
 SIGNAL_MUTANTS = {
     "signal: rung before the payload": SignalMutant(
         (Edit(SIGNAL, f"        {RING}\n", ""), Edit(SIGNAL, DELAY, f"{FIRST_THREAD}{RING}\n{DELAY}")),
-        (MISMATCH,), legal=(Edit(SIGNAL, PAYLOAD, DELAY + PAYLOAD),),
+        (MISMATCH,), legal=(BEFORE_PAYLOAD,),
     ),
     "signal: acknowledged before it is read": SignalMutant(
         (Edit(SIGNAL, DELAY, f"{FIRST_THREAD}{ACKNOWLEDGE}\n{DELAY}"),), (MISMATCH,), legal=(Edit(SIGNAL, TAKEN, DELAY + TAKEN),)
     ),
     # The producer laps the sleeping consumer, whose first signal is gone when it looks.
     "signal: no wait for the acknowledgement": SignalMutant(
-        (Edit(SIGNAL, "if (threadIdx.x == 0 && number > NUM_SLOTS)", "if (false)"),), (DEADLINE,), late=1
+        (Edit(SIGNAL, "    wait_until_free(p.end, turn, p.watch);  // every", "    //"),), (DEADLINE,), late=1
     ),
     "signal: not released": SignalMutant((NO_RELEASE,), (MISMATCH,), num_messages=200, words=8192, is_certain=False),
+    # The fourth message has the slot of the first, whose signal is still there.
+    "stream waits: the signal is not reset": SignalMutant(
+        (Edit(SIGNAL, "if (end.fixed_slot < NUM_SLOTS) st_relaxed_sys(end.signals + end.fixed_slot, 0);", ""),),
+        (MISMATCH,), legal=(BEFORE_PAYLOAD,), wait="stream",
+    ),
+    # As with the signal: what the consumer waits for has been written over.
+    "packets: no wait for the acknowledgement": SignalMutant(
+        (Edit(SIGNAL, "if (choose(acks, turn.slot) != turn.before) wait_until_free(p.end, turn, p.watch);", ""),),
+        (DEADLINE,), late=1, is_writes_only=False,
+    ),
+    "packets: acknowledged before they arrive": SignalMutant(
+        (Edit(SIGNAL, DELAY, f"{FIRST_THREAD}st_relaxed_sys(p.end.acks + turn.slot, turn.number);\n{DELAY}"),),
+        (DEADLINE,), legal=(Edit(SIGNAL, PACKETS_AWAITED, PACKETS_AWAITED + DELAY),), is_writes_only=False,
+    ),
 }  # fmt: skip

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 import torch
 
-from tests.ranks_harness import run_ranks
+from tests.ranks_harness import run_bodies, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -181,29 +182,24 @@ def check_deadline(rank: int, size: int) -> str:
     return text
 
 
+BODIES = {
+    "values": (check_values,),
+    "special values": (check_special_values,),
+    "many calls": (check_many_calls, 2000),
+    "graph replays": (check_graph,),
+    "norm": (check_norm,),
+}
+
+
+@cache
+def outcomes(size: int, heap_kind: str = "ipc") -> dict[str, str | None]:
+    return run_bodies(size, {name: (*body, heap_kind) for name, body in BODIES.items()}, timeout_s=300)
+
+
+@pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("size", WORLDS)
-def test_values(size):
-    run_ranks(size, check_values, timeout_s=240)
-
-
-@pytest.mark.parametrize("size", WORLDS)
-def test_special_values(size):
-    run_ranks(size, check_special_values, timeout_s=120)
-
-
-@pytest.mark.parametrize("size", WORLDS)
-def test_many_calls(size):
-    run_ranks(size, check_many_calls, 2000, timeout_s=240)
-
-
-@pytest.mark.parametrize("size", WORLDS)
-def test_graph_replays(size):
-    run_ranks(size, check_graph, timeout_s=120)
-
-
-@pytest.mark.parametrize("size", WORLDS)
-def test_norm(size):
-    run_ranks(size, check_norm, timeout_s=120)
+def test_collectives(size, name):
+    assert outcomes(size)[name] is None, outcomes(size)[name]
 
 
 def test_a_missing_peer_is_named_before_the_deadline():

@@ -38,11 +38,11 @@ def connect_on_gpus(**options):
 
 def reduce_for_ever(rank: int, size: int, has_watch: bool) -> None:
     """Replays graphs of all-reduces, a few ahead of the host, until the watch or the deadline of the kernels ends the process."""
-    import comm.choice
+    import comm.candidates
     from launch.errors import PeerTimeout
 
     if not has_watch:
-        comm.choice.DEVICE_DEADLINE_S = DEADLINE_S
+        comm.candidates.DEVICE_DEADLINE_S = DEADLINE_S
     communicator = connect_on_gpus(stall_s=STALL_S)
 
     def end(lost, is_speaker: bool) -> None:

@@ -1,8 +1,15 @@
-"""Put-with-signal on real GPUs: every message whole, in order, never lapped; in graphs, with a late producer or consumer."""
+"""Put-with-signal on real GPUs: every message whole, in order, never lapped; in graphs, with a late producer or consumer.
+
+Each check runs every kind of channel: packets, the writes-only signal with waits in the kernel, and stream waits.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,116 +18,197 @@ from tests.ranks_harness import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
-WORDS = 64  # 8-byte words of a message; the last one is the sum of the others
+WORDS = 512  # 8-byte words of the largest message; the last one is the sum of the others and the number
+KINDS = {"packet": ("kernel", False), "writes only": ("kernel", True), "stream": ("stream", False)}
 
 
-def open_channel(rank: int, size: int):
+@dataclass
+class Ends:
+    """What a check works with: `channels[kind]` is (from rank 0 to rank 1, and back)."""
+
+    exchange: object
+    heap: object
+    watch: object
+    deadline: object
+    channels: dict
+
+
+@contextmanager
+def open_ends(rank: int, size: int, limit_s: float = 10.0) -> Iterator[Ends]:
     from comm.device_kernels import load_signal
     from comm.device_signal import DeviceSignalChannel
     from comm.device_watch import DeviceWatch
     from comm.heap import Layout
     from comm.heap_ipc import IpcHeap
-    from comm.process_group import ProcessGroup
+    from comm.stream_deadline import StreamDeadline
+    from engine.bench.gpu_world import GpuWorld
     from kernels.build import Build, default_cache_folder
-    from launch.world import World
+    from launch.environment import Environment
 
-    device = rank % torch.cuda.device_count()
-    torch.cuda.set_device(device)
-    torch.zeros(1, device="cuda")
-    group = ProcessGroup(World(rank, size, rank, size, "test", True, torch.device("cuda", device)), 120.0)
-    layout = Layout.of(*(DeviceSignalChannel.regions(stem, WORDS * 8) for stem in ("there", "back")))
-    heap, watch = IpcHeap(rank, size, device, layout, group.exchange), DeviceWatch(10.0)
-    kernels = load_signal(Build(default_cache_folder()))
-    there = DeviceSignalChannel(heap, watch, kernels, "there", 0, 1)
-    back = DeviceSignalChannel(heap, watch, kernels, "back", 1, 0)
-    group.exchange(None)
-    return group, heap, watch, there, back
+    gpus = GpuWorld.open(Environment.read(), 120.0)
+    stems = [(f"{kind}.{way}", kind, producer) for kind in KINDS for way, producer in (("there", 0), ("back", 1))]
+    layout = Layout.of(*(DeviceSignalChannel.regions(stem, WORDS * 8) for stem, _, _ in stems))
+    heap, watch = IpcHeap(rank, size, gpus.world.device.index, layout, gpus.group.exchange), DeviceWatch(limit_s)
+    kernels, deadline = load_signal(Build(default_cache_folder())), StreamDeadline(watch, limit_s + 1.0)
+    channels: dict = {kind: [] for kind in KINDS}
+    for stem, kind, producer in stems:
+        wait, is_writes_only = KINDS[kind]
+        channel = DeviceSignalChannel(heap, watch, kernels, stem, producer, 1 - producer, wait, is_writes_only, deadline)
+        channels[kind].append(channel)
+    assert [there.shape for there, _ in channels.values()] == ["packet", "signal", "signal"]
+    gpus.group.exchange(None)
+    yield Ends(gpus.group.exchange, heap, watch, deadline, channels)
+    torch.cuda.synchronize()
+    gpus.group.exchange(None)
+    heap.close()
+    gpus.group.close()
 
 
-def message(number: torch.Tensor) -> torch.Tensor:
+def message(number: torch.Tensor, words: int = WORDS) -> torch.Tensor:
     """Message `number` (int64 scalar on the GPU): words that differ, and their checksum."""
-    body = (torch.arange(WORDS - 1, device="cuda") + 1) * 1_000_003 * number
-    return torch.cat([body, body.sum()[None]])
+    body = (torch.arange(words - 1, device="cuda") + 1) * 1_000_003 * number
+    return torch.cat([body, (body.sum() + number)[None]])
 
 
-def check_one_way(rank: int, size: int, num_messages: int) -> None:
+def stream_one_way(rank: int, ends: Ends, there, num_messages: int, sizes: tuple[int, ...]) -> None:
     """A producer that meets nobody on its way must still not lap the consumer, whoever is late."""
-    group, heap, watch, there, _ = open_channel(rank, size)
-    mine = random.Random(rank)
-    number = torch.zeros((), dtype=torch.int64, device="cuda")
-    bad = torch.zeros((), dtype=torch.int64, device="cuda")
-    out = torch.empty(WORDS, dtype=torch.int64, device="cuda")
+    mine, common = random.Random(rank), random.Random(9)
+    number, bad = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
     for step in range(num_messages):
         number += 1
+        words = common.choice(sizes)
         if mine.random() < 0.05:
             torch.cuda._sleep(mine.randrange(3 * 10**5))
         if rank == 0:
-            there.put(message(number))
+            there.put(message(number, words))
         else:
-            out.fill_(-1)
-            there.take(out)
-            bad += (out != message(number)).sum()
+            out = torch.full((words + 1,), -1, dtype=torch.int64, device="cuda")
+            there.take(out[:words])
+            bad += (out[:words] != message(number, words)).sum() + (out[words] != -1)
         if step % 500 == 0:
-            torch.cuda.synchronize()
-            watch.check()
+            ends.deadline.synchronize()
+    ends.deadline.synchronize()
     assert bad.item() == 0
-    watch.check()
-    group.exchange(None)
-    heap.close()
 
 
-def check_ping_pong(rank: int, size: int, num_replays: int) -> float:
-    """Four round trips a graph, replayed; returns microseconds a hop."""
-    group, heap, watch, there, back = open_channel(rank, size)
-    number = torch.zeros((), dtype=torch.int64, device="cuda")
-    bad = torch.zeros((), dtype=torch.int64, device="cuda")
-    x, y = (torch.zeros(WORDS, dtype=torch.int64, device="cuda") for _ in range(2))
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+def check_one_way(rank: int, size: int) -> None:
+    with open_ends(rank, size) as ends:
+        for there, _ in ends.channels.values():
+            with torch.cuda.stream(torch.cuda.Stream()):
+                stream_one_way(rank, ends, there, 2000, (1, 2, 8, 31, 32, 33, 64, WORDS))
 
-    def body() -> None:
-        for _ in range(4):
+
+def set_number(ends: Ends, rank: int, stem: str, number: int) -> None:
+    """As if `number` messages had passed, before any has."""
+    import cupy
+
+    value = ctypes.c_uint32(number)
+    cupy.cuda.runtime.memcpy(ends.heap.address(rank, f"{stem}.state"), ctypes.addressof(value), 4, 1)  # host to device
+    torch.cuda.synchronize()
+
+
+def check_wrap_around(rank: int, size: int) -> None:
+    with open_ends(rank, size) as ends:
+        for kind, (there, _) in ends.channels.items():
+            set_number(ends, rank, f"{kind}.there", 2**32 - 20)
+            ends.exchange(None)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                stream_one_way(rank, ends, there, 100, (8, WORDS))
+
+
+def bounce(rank: int, there, back, x: torch.Tensor, y: torch.Tensor, rounds: int, is_relayed: bool) -> None:
+    """`x` of rank 0 goes there and back `rounds` times and ends in `y` of both ranks."""
+    if is_relayed and rank == 1:
+        for _ in range(rounds):
+            there.relay(y, back)
+    elif is_relayed:
+        there.put(x)
+        for _ in range(rounds - 1):
+            back.relay(y, there)
+        back.take(y)
+    else:
+        for index in range(rounds):
             if rank == 0:
-                there.put(x)
+                there.put(x if index == 0 else y)
                 back.take(y)
             else:
                 there.take(y)
                 back.put(y)
 
-    with torch.cuda.stream(stream):
-        body()
-        torch.cuda.synchronize()
-        group.exchange(None)
-        with torch.cuda.graph(graph, stream=stream):
-            body()
-        for _ in range(num_replays):
-            number += 1
-            if rank == 0:
-                x.copy_(message(number))
-            graph.replay()
-            bad += (y != message(number)).sum()
-        torch.cuda.synchronize()
-        watch.check()
+
+def check_replays(rank: int, size: int) -> None:
+    """Graphs of 1, 3 and 4 round trips, by put and take and by relay, replayed with eager messages in between."""
+    with open_ends(rank, size) as ends:
+        number, bad = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
+        x, y = (torch.zeros(WORDS, dtype=torch.int64, device="cuda") for _ in range(2))
+        stream, common = torch.cuda.Stream(), random.Random(4)
+        for there, back in ends.channels.values():
+            graphs = []
+            with torch.cuda.stream(stream):
+                for rounds, is_relayed in ((1, False), (3, True), (4, False), (4, True)):
+                    bounce(rank, there, back, x, y, rounds, is_relayed)
+                    ends.deadline.synchronize()
+                    ends.exchange(None)
+                    graphs.append(torch.cuda.CUDAGraph())
+                    with torch.cuda.graph(graphs[-1], stream=stream):
+                        bounce(rank, there, back, x, y, rounds, is_relayed)
+                for _ in range(300):
+                    number += 1
+                    x.copy_(message(number) if rank == 0 else torch.full_like(x, -2))
+                    y.fill_(-1)
+                    if common.random() < 0.2:
+                        bounce(rank, there, back, x, y, 2, common.random() < 0.5)
+                    else:
+                        common.choice(graphs).replay()
+                    bad += (y != message(number)).sum()
+                ends.deadline.synchronize()
+                x.fill_(0)  # payloads of all zeros pass like any other
+                y.fill_(-1)
+                graphs[0].replay()
+                bad += (y != 0).sum()
+                ends.deadline.synchronize()
         assert bad.item() == 0
-        x.fill_(0)  # payloads of all zeros pass like any other
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        group.exchange(None)
-        graph.replay()
-        start.record()
-        for _ in range(20):
+
+
+def check_deadline(rank: int, size: int, kind: str, verb: str) -> str:
+    """Both ranks take what nobody puts, in a graph that is replayed twice; or put what nobody takes."""
+    from launch.errors import PeerTimeout
+
+    with open_ends(rank, size, limit_s=0.5) as ends:
+        there, back = ends.channels[kind]
+        x = torch.zeros(WORDS, dtype=torch.int64, device="cuda")
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(2):
+                if verb == "take":
+                    (back if rank == 0 else there).take(x)
+                else:
+                    (there if rank == 0 else back).put(x)
+        with torch.cuda.stream(stream):
             graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-    watch.check()
-    assert bool((y == 0).all())
-    group.exchange(None)
-    heap.close()
-    return start.elapsed_time(end) * 1e3 / (20 * 8)
+            graph.replay()
+            with pytest.raises(PeerTimeout) as caught:
+                ends.deadline.synchronize()
+        ends.exchange(None)
+        return str(caught.value)
 
 
 def test_one_way_messages_arrive_whole_and_in_order():
-    run_ranks(2, check_one_way, 5000, timeout_s=120)
+    run_ranks(2, check_one_way, timeout_s=120)
 
 
-def test_ping_pong_in_a_replayed_graph():
-    hops = run_ranks(2, check_ping_pong, 2000, timeout_s=120)
-    print(f"us a hop: {max(hops):.2f}")
+def test_numbers_wrap_around():
+    run_ranks(2, check_wrap_around, timeout_s=120)
+
+
+def test_graphs_of_any_length_replayed_among_eager_messages():
+    run_ranks(2, check_replays, timeout_s=120)
+
+
+@pytest.mark.parametrize(
+    "kind, verb", [("packet", "take"), ("writes only", "take"), ("stream", "take"), ("packet", "put"), ("stream", "put")]
+)
+def test_a_silent_peer_ends_the_wait(kind, verb):
+    texts = run_ranks(2, check_deadline, kind, verb, timeout_s=120)
+    for rank, text in enumerate(texts):
+        assert f"rank {1 - rank} did not arrive at signal_{verb}" in text

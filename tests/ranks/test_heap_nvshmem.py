@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from tests.ranks.test_device_collectives import check_graph, check_many_calls, check_norm, check_special_values, check_values
+from tests.ranks.test_device_collectives import BODIES, WORLDS, outcomes
 from tests.ranks_harness import run_ranks
 
 pytestmark = [
@@ -100,24 +100,7 @@ def test_it_opens_again_after_closing():
     show(2, run_ranks(2, check_memory, 2, timeout_s=90))
 
 
-@pytest.mark.parametrize("size", (2, 4, 8))
-def test_values(size):
-    run_ranks(size, check_values, "nvshmem", timeout_s=240)
-
-
-def test_special_values():
-    run_ranks(2, check_special_values, "nvshmem", timeout_s=120)
-
-
-@pytest.mark.parametrize("size", (2, 8))
-def test_many_calls(size):
-    run_ranks(size, check_many_calls, 1000, "nvshmem", timeout_s=240)
-
-
-@pytest.mark.parametrize("size", (2, 8))
-def test_graph_replays(size):
-    run_ranks(size, check_graph, "nvshmem", timeout_s=120)
-
-
-def test_norm():
-    run_ranks(2, check_norm, "nvshmem", timeout_s=120)
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("size", WORLDS)
+def test_collectives(size, name):
+    assert outcomes(size, "nvshmem")[name] is None, outcomes(size, "nvshmem")[name]
