@@ -24,7 +24,8 @@ MPS      ?= sh launch/with_mps.sh
 ARCH     ?= sm_90a
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test test-ranks memcheck lint kernels bench-comm bench-signal bench-soak bench-cpu clean
+.PHONY: help setup model demo test test-gpu test-ranks memcheck lint kernels bench-comm bench-signal bench-soak bench-attention bench-cpu \
+	clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,6 +60,9 @@ $(COMPILER): $(STAMP)
 kernels: $(COMPILER)  ## Compile every CUDA source ahead of time (ARCH=sm_90a); needs no GPU
 	$(BIN)/python -m kernels.compile_all --arch $(ARCH)
 
+test-gpu:  ## On a machine with a GPU: the kernels against their torch twins
+	$(PYTHON) -m pytest -q tests/gpu
+
 test-ranks:  ## On a machine with GPUs: collectives at 2, 4 and 8 ranks (more ranks than GPUs need MPS)
 	$(PYTHON) -m pytest -q tests/ranks
 
@@ -74,6 +78,9 @@ bench-signal:  ## On a machine with two GPUs: put-with-signal latency, us a hop
 bench-soak: TP := 8
 bench-soak:  ## On a machine with GPUs: CALLS= checked all-reduces on TP= ranks (1000000 on 8), under MPS unless MPS= is empty
 	$(MPS) $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(TP) -m engine.bench.soak --calls $(CALLS) --record results/soak.jsonl
+
+bench-attention:  ## On a machine with a GPU: decode attention beside torch's
+	$(PYTHON) -m engine.bench.attention --record results/decode_attention.jsonl
 
 bench-cpu: model  ## Decode and prefill against transformers on the default model, batch 1 and 8
 	$(BIN)/python -m engine.bench.cpu --model $(MODEL) --record results/cpu.jsonl

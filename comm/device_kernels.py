@@ -8,7 +8,7 @@ from comm.device_collectives import ELEMS, SOURCES, LamportParams, NormParams, O
 from comm.device_signal import MoveParams, RelayParams
 from comm.device_vocabulary import ArgmaxParams, DrawParams, GatherParams
 from comm.link_echo import EchoParams
-from kernels.build import Build
+from kernels.build import HEADERS, Build
 from kernels.launch_kernel import Kernel, load
 
 ENTRY_POINTS = {
@@ -32,7 +32,7 @@ def load_collectives(build: Build, dtypes: tuple[torch.dtype, ...] = tuple(ELEMS
     kernels: dict[tuple[str, torch.dtype], Kernel] = {}
     for stem, entries in ENTRY_POINTS.items():
         for dtype in dtypes:
-            module = load(build.cubin(SOURCES / f"{stem}.cu", [SOURCES], {"ELEM": ELEMS[dtype]}), stem)
+            module = load(build.cubin(SOURCES / f"{stem}.cu", [SOURCES, HEADERS], {"ELEM": ELEMS[dtype]}), stem)
             for name, params in entries.items():
                 kernels[name, dtype] = module.function(name, (params,))
     return kernels
@@ -40,10 +40,10 @@ def load_collectives(build: Build, dtypes: tuple[torch.dtype, ...] = tuple(ELEMS
 
 def load_signal(build: Build) -> dict[str, Kernel]:
     """`<shape>_<verb>` of `comm/device_signal.py`; they move bytes of any type."""
-    module = load(build.cubin(SOURCES / "signal_channel.cu", [SOURCES], {"ELEM": 0}), "signal_channel")
+    module = load(build.cubin(SOURCES / "signal_channel.cu", [SOURCES, HEADERS], {"ELEM": 0}), "signal_channel")
     return {name: module.function(name, (kind,)) for name, kind in SIGNAL_ENTRY_POINTS.items()}
 
 
 def load_link_echo(build: Build) -> Kernel:
-    module = load(build.cubin(SOURCES / "link_echo.cu", [SOURCES], {"ELEM": 0}), "link_echo")
+    module = load(build.cubin(SOURCES / "link_echo.cu", [SOURCES, HEADERS], {"ELEM": 0}), "link_echo")
     return module.function("link_echo", (EchoParams,))

@@ -25,6 +25,7 @@ from launch.environment import cache_folder
 from launch.errors import KernelBuildError
 
 DEFAULT_ARCH = "sm_90a"
+HEADERS = Path(__file__).parent / "cuda"  # device headers that every package may include
 _FORMAT = 1  # of the key; raise it when what is done with the same inputs changes
 _OPTIONS = (
     "--std=c++17",

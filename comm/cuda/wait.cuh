@@ -7,7 +7,10 @@
 // The abort word is in the GPU's own memory. In host memory it was read by tens of thousands of threads over PCIe as soon as a peer
 // was late by half a millisecond, and the flood kept both ranks late for good: 326 us a call where 3 were needed.
 #pragma once
+#include "dependents.cuh"
 #include "types.cuh"
+
+#define MAX_RANKS 8
 
 // In host-mapped memory, one a rank, written once. `aborted` is written last.
 struct WaitRecord {
@@ -138,8 +141,3 @@ __device__ __forceinline__ void wait_equal_acquire(const u32* address, u32 expec
         }
     }
 }
-
-// Programmatic dependent launch. Memory of the kernel before is complete and visible after `wait_for_prerequisites`; a kernel
-// launched without the attribute passes both at once.
-__device__ __forceinline__ void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_dependents_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -14,7 +14,7 @@ def test_a_mutant_differs_from_its_control_only_where_it_says(name, tmp_path):
     edited = edited_sources((*mutant.legal, *mutant.edits), tmp_path / "mutant")
     differing = {path.name for path in control.iterdir() if path.read_text() != (edited / path.name).read_text()}
     assert differing == {edit.file for edit in mutant.edits}
-    included = {f"{mutant.stem}.cu", "wait.cuh", "types.cuh"}
+    included = {f"{mutant.stem}.cu", "wait.cuh", "dependents.cuh", "types.cuh"}
     if mutant.stem == "all_reduce_lamport":
         included.add("lamport.cuh")
     assert differing <= included, "the edited file is not compiled into the mutant"

@@ -17,7 +17,7 @@ from comm.heap import Layout
 from comm.heap_ipc import IpcHeap
 from comm.process_group import ProcessGroup
 from comm.stream_deadline import StreamDeadline
-from kernels.build import Build
+from kernels.build import HEADERS, Build
 from kernels.launch_kernel import load
 from launch.errors import PeerTimeout
 from launch.world import World
@@ -106,7 +106,7 @@ class Trials:
         return self.group.exchange(fault)
 
     def _kernels(self, folder: Path, stem: str, entries: dict[str, tuple[Any, type]]) -> dict[Any, Any]:
-        module = load(self._build.cubin(folder / f"{stem}.cu", [folder], {"ELEM": ELEMS[DTYPE]}), stem)
+        module = load(self._build.cubin(folder / f"{stem}.cu", [folder, HEADERS], {"ELEM": ELEMS[DTYPE]}), stem)
         return {key: module.function(name, (kind,)) for name, (key, kind) in entries.items()}
 
     def _run(self, reduce: Callable, schedule: Schedule) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -10,6 +10,8 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kernels.build import HEADERS
+
 SOURCES = Path(__file__).resolve().parents[2] / "comm" / "cuda"
 MISMATCH, DEADLINE = "mismatch", "deadline"
 
@@ -87,7 +89,8 @@ class SignalMutant:
 
 def edited_sources(edits: tuple[Edit, ...], folder: Path) -> Path:
     """A copy of the device code in `folder` (made here), edited in order. *Raises* `ValueError` for a piece not found once."""
-    shutil.copytree(SOURCES, folder, dirs_exist_ok=True)
+    for sources in (SOURCES, HEADERS):
+        shutil.copytree(sources, folder, dirs_exist_ok=True)
     for edit in edits:
         path = folder / edit.file
         text = path.read_text()
@@ -102,9 +105,9 @@ def _delay(when: str) -> str:
     return f" if ({when}) for (u64 from = now_ns(); now_ns() - from < 300000;) {{}}"
 
 
-LAMPORT, PACKETS, SENTINEL, ONE_SHOT, TWO_SHOT, SIGNAL, WAIT = (
+LAMPORT, PACKETS, SENTINEL, ONE_SHOT, TWO_SHOT, SIGNAL, WAIT, DEPENDENTS = (
     "all_reduce_lamport.cu", "lamport.cuh", "all_reduce_sentinel.cu", "all_reduce_one_shot.cu", "all_reduce_two_shot.cu",
-    "signal_channel.cu", "wait.cuh",
+    "signal_channel.cu", "wait.cuh", "dependents.cuh",
 )  # fmt: skip
 ALWAYS_LATE = tuple(range(8))
 NEAR_WRAP = Schedule(late_calls=ALWAYS_LATE, count=0xFFFFFFFB)  # numbers ...fc to ...ff, then the first four after the wrap
@@ -122,7 +125,7 @@ TWO_SHOT_BEFORE_GATHER = Edit(
 )  # fmt: skip
 AT_LEAST = Edit(WAIT, "if (seen == expected) return;", "if (seen >= expected) return;")
 THROUGH_ZERO = Edit(WAIT, "return count == 0xffffffffu ? 4 : count + 1;", "return count + 1;")
-NO_PREREQUISITES = Edit(WAIT, 'asm volatile("griddepcontrol.wait;" ::: "memory");', "")
+NO_PREREQUISITES = Edit(DEPENDENTS, 'asm volatile("griddepcontrol.wait;" ::: "memory");', "")
 NOT_SANITISED = (
     Edit(SENTINEL, "if (pair.word[0] == SENTINEL) pair.word[0] = OTHER_NAN;", ""),
     Edit(SENTINEL, "if (pair.word[1] == SENTINEL) pair.word[1] = OTHER_NAN;", ""),

@@ -9,8 +9,6 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-#define MAX_RANKS 8
-
 #if ELEM == 2
 typedef u32 elem_bits;
 #else

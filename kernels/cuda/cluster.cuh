@@ -52,3 +52,11 @@ __device__ __forceinline__ void wait_bytes(u64* mailbox) {
             : "r"(shared_address(mailbox))
             : "memory");
 }
+
+// What CTA `rank` of the cluster keeps where this CTA keeps `own`. Complete once `cluster_arrive` there and `cluster_wait` here passed;
+// that CTA must not leave before another such pair.
+__device__ __forceinline__ float ld_shared_at(const float* own, u32 rank) {
+    float value;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(shared_address_at(shared_address(own), rank)) : "memory");
+    return value;
+}

@@ -1,0 +1,184 @@
+"""Decode attention of one layer on one GPU, us a launch: launches in one CUDA graph, the median of repeats.
+
+The launches go over the caches of so many layers that they do not stay in L2. Time includes what the kernel does besides: sums of
+the qkv parts, rotation, cache write. The peers only attend: torch's `scaled_dot_product_attention` over dense keys and, with
+`--flashinfer`, FlashInfer over the same pages. Everything of ours is checked before it is timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+import torch.nn.functional as F
+
+from engine.bench.records import Record, commit
+from kernels.build import Build, default_cache_folder
+from kernels.decode_attention import DecodeAttention, SplitGrid, decode_attention, load_decode_attention
+from kernels.rotary import rotary_turns
+
+SHAPES = {"qwen2.5-7b": (1, 28, 4), "qwen2.5-72b": (2, 32, 4), "qwen2.5-72b/8": (8, 8, 1)}  # tp, local query and KV heads
+WORK = ((1, 512), (1, 4096), (1, 32768), (8, 512), (8, 4096), (32, 512), (32, 4096))  # rows, cached tokens of each
+HEAD_DIM, PAGE_SIZE, PARTS, DTYPE = 128, 16, 2, torch.bfloat16
+LOAD_TB_S = 4.33  # HBM read by ordinary loads, the most that was measured on H200
+EMPTY_KERNEL_US = 0.51  # an empty kernel in a graph, as measured
+CACHE_BYTES, MAX_LAYERS, MIN_CALLS = 256 << 20, 64, 40
+TOLERANCE = 2e-2  # bf16 weights and results near 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """`rows` rows of `context` cached tokens for one shape of heads, in as many layers as L2 cannot hold."""
+
+    num_q: int
+    num_kv: int
+    rows: int
+    context: int
+
+    @property
+    def layer_bytes(self) -> int:
+        return 2 * self.rows * self.context * self.num_kv * HEAD_DIM * DTYPE.itemsize
+
+    @property
+    def num_layers(self) -> int:
+        return max(2, min(MAX_LAYERS, -(-CACHE_BYTES // self.layer_bytes)))
+
+    @property
+    def row_pages(self) -> int:
+        return self.context // PAGE_SIZE + 1
+
+
+class Tensors:
+    """Operands of a `Work` on the GPU, pages scattered."""
+
+    def __init__(self, work: Work):
+        rows, heads = work.rows, work.num_q + 2 * work.num_kv
+        num_pages = rows * work.row_pages
+        shape = (work.num_layers, num_pages * PAGE_SIZE, work.num_kv, HEAD_DIM)
+        self.keys, self.values = (torch.randn(shape, device="cuda", dtype=DTYPE) for _ in range(2))
+        self.page_table = torch.randperm(num_pages, device="cuda").int().view(rows, -1)
+        self.positions = torch.full((rows,), work.context, dtype=torch.int32, device="cuda")
+        self.qkv = torch.randn(PARTS, rows, heads, HEAD_DIM, device="cuda") * 2
+        self.out = torch.full((rows, work.num_q, HEAD_DIM), float("nan"), dtype=DTYPE, device="cuda")
+        inv_freq = 1e6 ** -(torch.arange(0, HEAD_DIM, 2, device="cuda") / HEAD_DIM)
+        self.turns = rotary_turns(work.context + 1, inv_freq, 1.0, DTYPE)
+
+
+def us_per_call(bodies: Sequence[Callable[[], object]], repeats: int) -> float:
+    """Of one body, the bodies taken in turn in a graph."""
+    turns = -(-MIN_CALLS // len(bodies))
+    for body in bodies[:2]:
+        body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(turns):
+            for body in bodies:
+                body()
+    times = []
+    for _ in range(repeats + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / turns / len(bodies))
+    return statistics.median(times[1:])
+
+
+def ours(work: Work, x: Tensors, build: Build, grid: SplitGrid | None, is_pdl: bool) -> list[Callable[[], object]]:
+    """A launch for each layer, after the first one's result was found right."""
+    kernel = load_decode_attention(build, DTYPE, HEAD_DIM)
+    num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    attention = DecodeAttention(
+        kernel, work.num_q, work.num_kv, PAGE_SIZE, x.turns, work.rows, work.context + 1, num_sms, grid, is_pdl
+    )  # fmt: skip
+
+    def launch(layer: int) -> torch.Tensor:
+        return attention.launch(x.qkv, x.positions, x.page_table, x.keys[layer], x.values[layer], x.out)
+
+    wanted = torch.empty_like(x.out)
+    decode_attention(x.qkv, x.positions, x.page_table, x.keys[0], x.values[0], wanted, x.turns, PAGE_SIZE)
+    found = launch(0)
+    if not torch.allclose(found, wanted, atol=TOLERANCE, rtol=TOLERANCE):
+        sys.exit(f"decode attention is wrong for {work} on {grid}: off by {(found - wanted).abs().max().item():g}")
+    return [lambda layer=layer: launch(layer) for layer in range(work.num_layers)]
+
+
+def sdpa(work: Work, x: Tensors) -> list[Callable[[], object]]:
+    query = torch.randn(work.rows, work.num_q, 1, HEAD_DIM, device="cuda", dtype=DTYPE)
+
+    def attend(layer: int) -> torch.Tensor:
+        shape = (work.rows, -1, work.num_kv, HEAD_DIM)
+        keys, values = (cache[layer].view(shape)[:, : work.context].transpose(1, 2) for cache in (x.keys, x.values))
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+
+    return [lambda layer=layer: attend(layer) for layer in range(work.num_layers)]
+
+
+def flashinfer(work: Work, x: Tensors) -> list[Callable[[], object]]:
+    import flashinfer
+
+    memory = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(memory, "NHD", use_tensor_cores=True)
+    starts = torch.arange(work.rows + 1, dtype=torch.int32, device="cuda") * work.row_pages
+    last = torch.full((work.rows,), work.context % PAGE_SIZE + 1, dtype=torch.int32, device="cuda")
+    wrapper.plan(
+        starts, x.page_table.flatten(), last, work.num_q, work.num_kv, HEAD_DIM, PAGE_SIZE, q_data_type=DTYPE, kv_data_type=DTYPE
+    )  # fmt: skip
+    query = torch.randn(work.rows, work.num_q, HEAD_DIM, device="cuda", dtype=DTYPE)
+    pages = (-1, PAGE_SIZE, work.num_kv, HEAD_DIM)
+    return [
+        lambda layer=layer: wrapper.run(query, (x.keys[layer].view(pages), x.values[layer].view(pages)))
+        for layer in range(work.num_layers)
+    ]
+
+
+def note(record: Path | None, model: str, tp: int, work: Work, us: float, peers: dict[str, float], is_pdl: bool) -> None:
+    if record is None:
+        return
+    case = {"model": model, "tp": tp, "dtype": "bf16", "batch": work.rows, "context": work.context, "page_size": PAGE_SIZE,
+            "pdl": is_pdl}  # fmt: skip
+    metrics = {"attention_us": us, "hbm_tb_s": work.layer_bytes / us / 1e6}
+    ceiling = {"attention_us": max(EMPTY_KERNEL_US, work.layer_bytes / LOAD_TB_S / 1e6), "hbm_tb_s": LOAD_TB_S}
+    peer = {f"{name}_us": round(value, 4) for name, value in peers.items()}
+    Record("decode_attention", case, metrics, ceiling, peer, True).append_to(
+        record, torch.cuda.get_device_name(), "engine.bench.attention"
+    )
+
+
+@click.command(help=__doc__)
+@click.option("--repeats", default=7, show_default=True)
+@click.option("--grid", "grids", multiple=True, metavar="CTAS,CLUSTERS", help="Also this way to share a row; may be repeated.")
+@click.option("--pdl/--no-pdl", default=True, help="Whether a launch may start before the one before has ended.")
+@click.option("--flashinfer", "has_flashinfer", is_flag=True, help="Beside FlashInfer, which may compile for a while.")
+@click.option("--record", type=click.Path(path_type=Path), help="Append the records to this file.")
+@torch.inference_mode()
+def main(repeats: int, grids: tuple[str, ...], pdl: bool, has_flashinfer: bool, record: Path | None) -> None:
+    commit()
+    build = Build(default_cache_folder())
+    for name, (tp, num_q, num_kv) in SHAPES.items():
+        for rows, context in WORK:
+            work = Work(num_q, num_kv, rows, context)
+            x = Tensors(work)
+            us = us_per_call(ours(work, x, build, None, pdl), repeats)
+            line = f"{name:14} {num_q:2}/{num_kv} heads {rows:3} rows {context:6} tokens "
+            line += f"{us:8.2f} us {work.layer_bytes / us / 1e6:5.2f} TB/s"
+            peers = {"sdpa": us_per_call(sdpa(work, x), repeats)}
+            if has_flashinfer:
+                peers["flashinfer"] = us_per_call(flashinfer(work, x), repeats)
+            line += "".join(f"  {peer} {value:8.2f}" for peer, value in peers.items())
+            for text in grids:
+                grid = SplitGrid(*map(int, text.split(",")))
+                line += f"  {text} {us_per_call(ours(work, x, build, grid, pdl), repeats):8.2f}"
+            print(line, flush=True)
+            note(record, name.split("/")[0], tp, work, us, peers, pdl)
+
+
+if __name__ == "__main__":
+    main()
