@@ -27,7 +27,8 @@ class StepBackend(Protocol):
 class Replica:
     """One rank's schedule and step. All ranks hold equal replicas as long as they apply the same messages.
 
-    `burst_backend`: runs steady decode on the device alone, if anything does. `burst`: what it runs now, if it does.
+    `burst_backend`: runs steady decode on the device alone; None if nothing does, for the reason `why_single`. `burst`: what it
+    runs now, if it does.
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class Replica:
         comm: Communicator,
         full_vocab: int,
         device: torch.device,
-        burst_backend: BurstBackend | None = None,
     ):
         self.scheduler, self.backend, self.comm = scheduler, backend, comm
-        self.full_vocab, self.device, self.burst_backend = full_vocab, device, burst_backend
+        self.full_vocab, self.device = full_vocab, device
+        self.burst_backend: BurstBackend | None = None
+        self.why_single = ""
         self.burst: Burst | None = None
         self.sequences: dict[int, Sequence] = {}
         self.digest = 0

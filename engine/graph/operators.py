@@ -16,11 +16,11 @@ from comm.communicator import Communicator
 from comm.vocabulary import Best, best_of_ranks, local_best
 from engine.config import ModelConfig
 from engine.graph.row_state import DeviceRows
-from engine.graph.token_ring import NO_TOKEN, write_tokens
 from engine.kv_cache import KvCache
 from engine.rope import inverse_frequencies
 from engine.shard_plan import ShardPlan
 from engine.weights import LayerWeights, ModelWeights
+from kernels.advance_rows import advance_rows
 from kernels.kv_write import kv_write
 from kernels.linear import linear
 from kernels.rms_norm import rms_norm
@@ -30,9 +30,10 @@ from kernels.silu_mul import silu_mul
 
 class Operators(Protocol):
     """The operators of one rank. A *product* is what `linear` returns: a tensor `[rows, out]`, or parts of it whose sum that is;
-    only the operators themselves look inside."""
+    only the operators themselves look inside. `description`: what they are, for the start summary."""
 
     weights: ModelWeights
+    description: str
 
     def prepare(self, rows: DeviceRows) -> Any:
         """What all layers of a step share."""
@@ -62,8 +63,7 @@ class Operators(Protocol):
         """
 
     def advance(self, rows: DeviceRows, ids: torch.Tensor, values: torch.Tensor) -> None:
-        """Make `ids` the rows' next tokens, one position on, and leave them in the ring; those whose logit is not finite
-        as `NO_TOKEN`."""
+        """Make `ids` the rows' next tokens, one position on, and leave them in the ring."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ class TorchOperators:
 
     `num_ids`: ids from here on are never chosen.
     """
+
+    description = "torch operators"
 
     def __init__(
         self, config: ModelConfig, plan: ShardPlan, weights: ModelWeights, comm: Communicator, kv: KvCache, num_ids: int
@@ -107,6 +109,8 @@ class TorchOperators:
         return TorchShared(cos, signed_sin, slots, is_padding, rows.page_table.long(), masks)
 
     def embed(self, rows: DeviceRows) -> torch.Tensor:
+        if self.comm.size == 1:
+            return F.embedding(rows.token_ids, self.weights.embedding)
         begin, end = self.plan.vocab_range
         is_foreign = (rows.token_ids < begin) | (rows.token_ids >= end)
         x = F.embedding((rows.token_ids - begin).masked_fill(is_foreign, 0), self.weights.embedding)
@@ -152,10 +156,7 @@ class TorchOperators:
         return best.ids, best.values
 
     def advance(self, rows: DeviceRows, ids: torch.Tensor, values: torch.Tensor) -> None:
-        write_tokens(rows.ring.device_words, rows.step, torch.where(values.isfinite(), ids, NO_TOKEN))
-        rows.token_ids.copy_(ids)
-        rows.positions.add_(rows.positions >= 0)
-        rows.step.add_(1)
+        advance_rows(ids, values, rows.token_ids, rows.positions, rows.step, rows.ring.device_words)
 
 
 def _mask(positions: torch.Tensor, seen: torch.Tensor, window: int | None) -> torch.Tensor:

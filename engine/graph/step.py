@@ -17,9 +17,13 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows of a captu
 
 
 class BurstBackend(Protocol):
-    """Runs bursts of up to `max_rows` rows. *Collective*, but for `read`: all ranks make the same calls."""
+    """Runs bursts of up to `max_rows` rows. *Collective*, but for `read`: all ranks make the same calls.
+
+    `description`: of the steps, for the start summary.
+    """
 
     max_rows: int
+    description: str
 
     def begin(self, sequences: list[Sequence]) -> Burst:
         """A burst of rows in steady decode: one token to compute each. Nothing is launched yet."""
@@ -63,6 +67,7 @@ class TwinBurst(_StateBackend):
 
     def __init__(self, operators: Operators, state: RowState):
         super().__init__(state, state.max_rows)
+        self.description = "plain steps"
         self._operators = operators
 
     def _run(self, num_rows: int) -> None:
@@ -86,6 +91,7 @@ class GraphStep(_StateBackend):
             self._graphs[bucket] = self._capture(operators, bucket, pool)
         torch.cuda.synchronize()
         state.restart()
+        self.description = f"graphs of {', '.join(map(str, self._buckets))} rows; {operators.description}"
 
     def _capture(self, operators: Operators, bucket: int, pool: object) -> torch.cuda.CUDAGraph:
         rows = self.state.rows(bucket)

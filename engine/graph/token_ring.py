@@ -1,7 +1,7 @@
 """Where the device leaves the tokens it chose: a ring of words in host memory.
 
 A word carries its token together with the number of its step, so arrival is the data: the host looks at memory until the number
-is there. No copy, no event, no synchronisation. In CUDA the words are written by `kernels/advance_rows.cu`.
+is there. No copy, no event, no synchronisation. The writer is `kernels/advance_rows`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import torch
 
+from kernels.advance_rows import ID_BITS
 from launch.errors import DoorbellError
 
-ID_BITS = 24  # of a word: the id plus 1, or 0 where there was nothing to choose from; the step's number is above them
 NO_TOKEN = -1
 STEP_DEADLINE_S = 90.0  # above the deadline of a wait between GPUs (30 s), which can say more about what is wrong
 _SPINS_BEFORE_SLEEP = 200
@@ -73,12 +73,6 @@ class TokenRing:
 def word_base(step: int) -> int:
     """The smallest word of `step`."""
     return (step + 1) << ID_BITS
-
-
-def write_tokens(device_words: torch.Tensor, step: torch.Tensor, ids: torch.Tensor) -> None:
-    """Torch twin of the writer: `ids` int64 `[rows]` as the tokens of number `step` (int64 `[1]`), both on the ring's device."""
-    words = ((step + 1) << ID_BITS) + ids + 1
-    device_words[:, : ids.numel()].index_copy_(0, step % device_words.shape[0], words[None])
 
 
 class _DeviceView:
