@@ -77,7 +77,7 @@ def obstacle(name: str, standing: Standing) -> str | None:
     sharing = None if standing.is_one_rank_per_gpu else f"{standing.num_ranks} ranks on {standing.gpus}"
     obstacles = {
         "ipc": standing.mapping or standing.ipc,
-        "nvshmem": standing.mapping or standing.nvshmem or (sharing and f"it wants one GPU a rank, not {sharing}"),
+        "nvshmem": standing.mapping or standing.nvshmem,
         "nccl": sharing and f"NCCL refuses {sharing}",
         "one_shot": standing.shared_memory,
     }

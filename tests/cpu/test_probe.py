@@ -59,7 +59,7 @@ NVSHMEM = Nvshmem(True, "found", "3.4.5")
         (node(2, can_access=False, nvshmem=NVSHMEM), None, "nccl", ["no peer access"]),
         (node(2, ipc=False), None, "nccl", ["IPC does not work: not permitted"]),
         (node(2, ipc=False, nvshmem=NVSHMEM), None, "nvshmem", ["IPC does not work", "NVSHMEM: found"]),
-        (node(2, ipc=False, nvshmem=NVSHMEM), 4, "gloo", ["IPC does not work", "NCCL refuses 4 ranks on 2 GPUs"]),
+        (node(2, ipc=False, nvshmem=NVSHMEM), 4, "nvshmem", ["IPC does not work", "NVSHMEM: found"]),
         (replace(node(2), ipc=None, unknown={"ipc": "boom"}), None, "nccl", ["was not tried: boom"]),
         (replace(node(2), links=(), unknown={"links": "boom"}), None, "nccl", ["not known: boom"]),
         (replace(node(2), gpus=(), unknown={"gpus": "boom"}), None, "nccl", ["could not be asked: boom"]),

@@ -1,0 +1,161 @@
+"""Launches `gemv.cu`: x @ weight.T for a few rows of x, at the rate the weights can be read; and its torch twin."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kernels.build import HEADERS, Build
+from kernels.launch_kernel import Kernel, load
+from kernels.silu_mul import silu_mul
+
+SOURCE = Path(__file__).parent / "gemv.cu"
+MAX_ROWS = 16
+WARPS, TILE, PIECE, SLOTS = 8, 8, 512, 2  # as in gemv.cu: warps a CTA, weight rows a tile, bytes of a weight row a piece
+SLOT_BYTES = TILE * (PIECE + 64)
+MAX_X_BYTES = 64 << 10  # of x in a CTA's shared memory
+SPLIT_COST = 0.02  # of a sum by one more split, as a share of the whole: what its reader pays
+
+
+class GemvParams(ctypes.Structure):
+    _fields_ = [
+        ("x", ctypes.c_uint64), ("weight", ctypes.c_uint64), ("scale", ctypes.c_uint64), ("bias", ctypes.c_uint64),
+        ("sums", ctypes.c_uint64), ("product", ctypes.c_uint64), ("rows", ctypes.c_uint32), ("in_", ctypes.c_uint32),
+        ("out", ctypes.c_uint32), ("num_splits", ctypes.c_uint32), ("warps_a_tile", ctypes.c_uint32),
+        ("x_pitch", ctypes.c_uint32),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GemvPlan:
+    """How a product is dealt out. `ctas`: a multiple of `num_splits`; `warps_a_tile`: that share a tile's inner dimension."""
+
+    ctas: int
+    num_splits: int
+    warps_a_tile: int
+    x_pitch: int
+
+    def shared_bytes(self, rows: int) -> int:
+        return WARPS * SLOTS * SLOT_BYTES + rows * self.x_pitch
+
+
+def plan_gemv(
+    rows: int, inner: int, out: int, elem_bytes: int, num_sms: int, is_gate_up: bool = False, num_splits: int | None = None
+) -> GemvPlan | None:
+    """The best dealing for `rows` rows of x and a weight `[out, inner]` (`out` of each half if `is_gate_up`), or None.
+
+    The time of a product is that of the fullest CTA. More splits deal finer, but their sums must be added by the reader; a gate
+    and up product cannot be split. `num_splits` fixes it instead.
+    """
+    if not 0 < rows <= MAX_ROWS or inner * elem_bytes % 16 or inner * 2 % 16:
+        return None
+    pieces, tiles = -(-inner * elem_bytes // PIECE), -(-out // TILE)
+    best, least = None, float("inf")
+    for splits in (1,) if is_gate_up else (num_splits,) if num_splits else (1, 2, 3, 4, 6, 8, 11, 12, 16):
+        if splits > min(pieces, num_sms):
+            continue
+        most_pieces = -(-pieces // splits)
+        x_bytes = most_pieces * PIECE // elem_bytes * 2
+        x_pitch = -(-x_bytes // 128) * 128 + 64
+        if rows * x_pitch > MAX_X_BYTES and splits * 2 <= pieces and not is_gate_up:
+            continue
+        sets = min(tiles, num_sms // splits)
+        cost = -(-tiles // sets) * most_pieces / (tiles * pieces / num_sms) + SPLIT_COST * splits
+        if cost < least:
+            warps = 4 if is_gate_up else next(n for n in (8, 4, 2, 1) if n <= most_pieces or n == 1)
+            best, least = GemvPlan(sets * splits, splits, warps, x_pitch), cost
+    return best
+
+
+class Gemv:
+    """Products on the current GPU. `kernels` from `load_gemv`. Launches on torch's current stream; capturable.
+
+    `is_pdl`: a launch may start while the kernel before it runs. Not where ranks share a GPU: a product that waits early holds
+    shared memory that a peer's product may need first.
+    """
+
+    def __init__(self, kernels: dict[tuple[bool, bool, int], Kernel], num_sms: int, is_pdl: bool = True):
+        self._kernels, self._num_sms, self._is_pdl = kernels, num_sms, is_pdl
+
+    def linear(
+        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, out: torch.Tensor | None = None,
+        num_splits: int | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """`x @ weight.T + bias` as sums to be added over the first dimension: fp32 `[num_splits, rows, out]`.
+
+        `x` bf16 `[rows, in]`, contiguous, 1 to 16 rows; `weight` bf16 `[out, in]`, or an `Fp8Weight`; `bias` bf16 `[out]`, in the
+        first split's sum. *Raises* `ValueError` for what `plan_gemv` finds no plan for.
+        """
+        data, scale = parts_of(weight)
+        plan = self._plan(x, data, data.shape[0], False, num_splits)
+        shape = (plan.num_splits, x.shape[0], data.shape[0])
+        if out is None:
+            out = torch.empty(shape, dtype=torch.float32, device=x.device)
+        elif out.shape != shape:
+            raise ValueError(f"the sums are {list(shape)}, not {list(out.shape)}")
+        self._launch(plan, x, data, scale, bias, out, None, data.shape[0], False)
+        return out
+
+    def gate_up(
+        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`silu(gate) * up` of `x @ weight.T + bias`, gate in the first half: bf16 `[rows, local_ff]`."""
+        data, scale = parts_of(weight)
+        half = data.shape[0] // 2
+        plan = self._plan(x, data, half, True, None)
+        out = torch.empty(x.shape[0], half, dtype=x.dtype, device=x.device) if out is None else out
+        self._launch(plan, x, data, scale, bias, None, out, half, True)
+        return out
+
+    def _plan(self, x: torch.Tensor, data: torch.Tensor, out: int, is_gate_up: bool, num_splits: int | None) -> GemvPlan:
+        if x.dtype != torch.bfloat16 or not x.is_contiguous() or not data.is_contiguous() or x.shape[1] != data.shape[1]:
+            raise TypeError("a product takes contiguous bf16 rows as wide as the contiguous weight")
+        plan = plan_gemv(x.shape[0], x.shape[1], out, data.element_size(), self._num_sms, is_gate_up, num_splits)
+        if plan is None:
+            raise ValueError(f"no product of {list(x.shape)} with {list(data.shape)} of {data.dtype}")
+        return plan
+
+    def _launch(
+        self, plan: GemvPlan, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None,
+        sums: torch.Tensor | None, product: torch.Tensor | None, out: int, is_gate_up: bool,
+    ) -> None:  # fmt: skip
+        def address(tensor: torch.Tensor | None) -> int:
+            return 0 if tensor is None else tensor.data_ptr()
+
+        params = GemvParams(
+            x.data_ptr(), data.data_ptr(), address(scale), address(bias), address(sums), address(product), x.shape[0], x.shape[1],
+            out, plan.num_splits, plan.warps_a_tile, plan.x_pitch,
+        )  # fmt: skip
+        kernel = self._kernels[scale is not None, is_gate_up, 8 if x.shape[0] <= 8 else 16]
+        stream = torch.cuda.current_stream().cuda_stream
+        kernel.launch(plan.ctas, WARPS * 32, (params,), stream, shared_bytes=plan.shared_bytes(x.shape[0]), is_pdl=self._is_pdl)
+
+
+def load_gemv(build: Build) -> dict[tuple[bool, bool, int], Kernel]:
+    """Kernels by (is e4m3, is gate and up, most rows), on the current GPU."""
+    kernels = {}
+    for is_fp8 in (False, True):
+        for is_gate_up in (False, True):
+            for rows in (8, 16):
+                defines = {"ELEM": 0, "FP8": int(is_fp8), "GATE_UP": int(is_gate_up), "ROWS": rows, "SLOTS": SLOTS}
+                module = load(build.cubin(SOURCE, [HEADERS], defines), "gemv")
+                kernels[is_fp8, is_gate_up, rows] = module.function("gemv", (GemvParams,))
+    return kernels
+
+
+def parts_of(weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(matrix, scales or None) of a weight."""
+    return (weight, None) if isinstance(weight, torch.Tensor) else (weight.data, weight.scale)
+
+
+def gemv_twin(x: torch.Tensor, weight: Any, bias: torch.Tensor | None, is_gate_up: bool) -> torch.Tensor:
+    """What `Gemv.linear` gives when its sums are added, and `Gemv.gate_up`: fp32 products, rounded as documented there."""
+    data, scale = parts_of(weight)
+    full = data.float() if scale is None else data.float() * scale[:, None]
+    product = F.linear(x.float(), full, None if bias is None else bias.float())
+    return silu_mul(product.to(x.dtype)) if is_gate_up else product
