@@ -48,21 +48,21 @@ class DeviceCommunicator(ControlledCommunicator):
         self.name = heap.kind
         self._heap, self._device_watch = heap, device_watch
         self.collectives, self.vocabulary = collectives, vocabulary
-        self._is_one_rank_per_gpu = open_nccl is not None
+        self.is_one_rank_per_gpu = open_nccl is not None
         self._open_nccl, self._nccl = open_nccl, None
-        self.detail = describe(self.size, self._is_one_rank_per_gpu)
+        self.detail = describe(self.size, self.is_one_rank_per_gpu)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._device_watch.check()
         if not x.is_cuda or x.dtype not in ELEMS:
             return self._control.all_reduce(x)
         num_bytes = x.numel() * x.element_size()
-        algorithm = pick(num_bytes, self.size, self._is_one_rank_per_gpu, is_capturing=False)
+        algorithm = pick(num_bytes, self.size, self.is_one_rank_per_gpu, is_capturing=False)
         if algorithm == NCCL:
             nccl = None if torch.cuda.is_current_stream_capturing() else self._connected_nccl()
             if nccl is not None:
                 return nccl.all_reduce(x)
-            algorithm = pick(num_bytes, self.size, self._is_one_rank_per_gpu, is_capturing=True)
+            algorithm = pick(num_bytes, self.size, self.is_one_rank_per_gpu, is_capturing=True)
         getattr(self.collectives, algorithm)(x)
         return x
 

@@ -19,6 +19,8 @@ class DeviceSingle:
     *Raises* `DoorbellError` when the kernels cannot be compiled, `ImportError` without cupy.
     """
 
+    is_one_rank_per_gpu = True
+
     def __init__(self, build: Build, device: int):
         kernels = load_collectives(build)
         self._watch = DeviceWatch(_DEADLINE_S)
