@@ -21,8 +21,8 @@ class Communicator(ABC):
 
     Attributes: `rank` in [0, size); `size`; `name` of the all-reduce in use (`none`, `threads`, or as in `launch.comm_policy`);
     `reason`, one clause that says why that one was chosen; `detail`, one line on how it goes about it, may be empty;
-    `is_rank_order`, whether `all_reduce` gives the bits that its *Numbers* promise; `watch` over the peer processes, where
-    there are any.
+    `is_rank_order`, whether `all_reduce` gives the bits that its *Numbers* promise; `is_capturable`, whether `all_reduce` of
+    tensors on a GPU can be captured in a graph and replayed; `watch` over the peer processes, where there are any.
     """
 
     rank: int
@@ -31,6 +31,7 @@ class Communicator(ABC):
     reason: str
     detail: str = ""
     is_rank_order: bool = True
+    is_capturable: bool = False
     watch: PeerWatch | None = None
 
     @abstractmethod
@@ -58,6 +59,11 @@ class Communicator(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has called it."""
+
+    def check(self) -> None:
+        """*Raises* `PeerLost` if it is known that a peer is gone or late. Not collective, waits for nobody."""
+        if self.watch is not None and self.watch.lost is not None:
+            raise self.watch.lost
 
     @abstractmethod
     def close(self) -> None:

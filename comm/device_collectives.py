@@ -54,7 +54,8 @@ class LamportParams(ctypes.Structure):
 class NormParams(ctypes.Structure):
     _fields_ = [
         ("reduce", LamportParams), ("residual", ctypes.c_uint64), ("normed", ctypes.c_uint64), ("weight", ctypes.c_uint64),
-        ("eps", ctypes.c_float), ("hidden", ctypes.c_uint32),
+        ("eps", ctypes.c_float), ("hidden", ctypes.c_uint32), ("parts", ctypes.c_uint64), ("part_pitch", ctypes.c_int64),
+        ("num_parts", ctypes.c_uint32),
     ]  # fmt: skip
 
 
@@ -195,20 +196,23 @@ class DeviceCollectives:
     ) -> torch.Tensor:
         """`residual += sum of x over the ranks; normed = RMSNorm(residual) * weight`, all `[rows, hidden]` of one dtype.
 
+        `x` may also be fp32 `[num_parts, rows, hidden]`, aligned to 16 bytes: parts that are added in order and rounded first.
         A row fills whole units of 8 bytes, and the tensors are aligned to that. A cluster of up to `ctas` CTAs of up to `threads`
         threads takes a row. Rows beyond one call's go in several.
         """
         _check_norm(x, residual, weight, normed)
-        rows, hidden = x.shape
-        ctas, threads = norm_grid(hidden * x.element_size() // UNIT_BYTES, ctas, threads)
+        rows, hidden = residual.shape
+        ctas, threads = norm_grid(hidden * residual.element_size() // UNIT_BYTES, ctas, threads)
         room = self._most(NORM_ROWS, ctas * max(threads, MIN_SHARED_THREADS))
         for start in range(0, rows, room):
             part = slice(start, min(start + room, rows))
-            reduce = self._lamport_params("norm_inbox", 1, x[part], normed[part], NORM_ROWS * NORM_CTAS, NORM_PACKETS)
+            own = x[part] if x.dim() == 2 else residual[part]  # of parts, only the shape is used
+            reduce = self._lamport_params("norm_inbox", 1, own, normed[part], NORM_ROWS * NORM_CTAS, NORM_PACKETS)
+            parts = (0, 0, 0) if x.dim() == 2 else (x[0, part].data_ptr(), rows * hidden, x.shape[0])
             params = NormParams(
-                reduce, residual[part].data_ptr(), normed[part].data_ptr(), weight.data_ptr(), eps, hidden
+                reduce, residual[part].data_ptr(), normed[part].data_ptr(), weight.data_ptr(), eps, hidden, *parts
             )  # fmt: skip
-            self._launch("all_reduce_lamport_norm", x.dtype, x[part].shape[0] * ctas, threads, params, cluster=ctas)
+            self._launch("all_reduce_lamport_norm", residual.dtype, own.shape[0] * ctas, threads, params, cluster=ctas)
         return normed
 
     def all_reduce_one_shot(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -293,6 +297,11 @@ def _check_sum(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _check_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, normed: torch.Tensor) -> None:
+    if x.dim() == 3 and x.dtype == torch.float32:
+        _check(x)
+        if x.shape[0] == 0 or x.shape[1:] != residual.shape or not _is_aligned(16, x):
+            raise ValueError(f"the parts of x are [num_parts, *{list(residual.shape)}], aligned to 16 bytes, not {list(x.shape)}")
+        x = residual
     _check(x, residual, normed, weight)
     if x.dim() != 2 or not residual.shape == normed.shape == x.shape or weight.shape != x.shape[1:]:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, residual, normed, weight))

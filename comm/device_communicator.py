@@ -32,6 +32,8 @@ class DeviceCommunicator(ControlledCommunicator):
     *Numbers*: those of NCCL for these messages, rank order for all others.
     """
 
+    is_capturable = True
+
     def __init__(
         self,
         heap: DeviceHeap,
@@ -44,24 +46,24 @@ class DeviceCommunicator(ControlledCommunicator):
     ):
         super().__init__(control, reason)
         self.name = heap.kind
-        self._heap, self._collectives, self._device_watch = heap, collectives, device_watch
-        self.vocabulary = vocabulary
-        self._is_one_rank_per_gpu = open_nccl is not None
+        self._heap, self._device_watch = heap, device_watch
+        self.collectives, self.vocabulary = collectives, vocabulary
+        self.is_one_rank_per_gpu = open_nccl is not None
         self._open_nccl, self._nccl = open_nccl, None
-        self.detail = describe(self.size, self._is_one_rank_per_gpu)
+        self.detail = describe(self.size, self.is_one_rank_per_gpu)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._device_watch.check()
         if not x.is_cuda or x.dtype not in ELEMS:
             return self._control.all_reduce(x)
         num_bytes = x.numel() * x.element_size()
-        algorithm = pick(num_bytes, self.size, self._is_one_rank_per_gpu, is_capturing=False)
+        algorithm = pick(num_bytes, self.size, self.is_one_rank_per_gpu, is_capturing=False)
         if algorithm == NCCL:
             nccl = None if torch.cuda.is_current_stream_capturing() else self._connected_nccl()
             if nccl is not None:
                 return nccl.all_reduce(x)
-            algorithm = pick(num_bytes, self.size, self._is_one_rank_per_gpu, is_capturing=True)
-        getattr(self._collectives, algorithm)(x)
+            algorithm = pick(num_bytes, self.size, self.is_one_rank_per_gpu, is_capturing=True)
+        getattr(self.collectives, algorithm)(x)
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -74,6 +76,10 @@ class DeviceCommunicator(ControlledCommunicator):
     def broadcast_ints(self, values: Sequence[int] | None) -> list[int]:
         self._device_watch.check()
         return super().broadcast_ints(values)
+
+    def check(self) -> None:
+        self._device_watch.check()
+        super().check()
 
     def close(self) -> None:
         """Unmap in order if all ranks end in order; otherwise leave it to the end of the processes."""

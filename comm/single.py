@@ -17,6 +17,7 @@ class SingleCommunicator(Communicator):
     size = 1
     name = "none"
     reason = "one rank"
+    is_capturable = True
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x

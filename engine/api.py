@@ -82,7 +82,8 @@ class Engine:
         if self.comm.watch is not None:
             self.comm.watch.start()
         self._speculation = None if self._frontend is None else build_speculation(blueprint, self._frontend.num_ids)
-        self._replica = build_replica(blueprint, world, self.comm)
+        num_ids = None if self._frontend is None else self._frontend.num_ids
+        self._replica = build_replica(blueprint, world, self.comm, num_ids=num_ids)
         self._leader: Leader | None = None
         if self._frontend is not None:
             limits = self._replica.scheduler.limits

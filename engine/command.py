@@ -90,6 +90,7 @@ class CommandOptions:
             draft_model=self.draft_model,
             num_drafts=self.num_drafts,
             draft_kv_memory_bytes=self.draft_kv_memory,
+            is_eager=self.eager,
         )
 
     def sampling_options(self) -> dict[str, object]:

@@ -127,7 +127,7 @@ def option(*names: str, **settings: object):
 @option("--comm", type=click.Choice(["auto", *NAMES]), default="auto",
         help="All-reduce between the ranks. auto: on GPUs ipc, else nvshmem, nccl, gloo; on CPUs one_shot, else gloo.")
 @option("--share-gpus", is_flag=True, help="Deal more ranks than GPUs to the GPUs there are; for tests, under MPS, without NCCL.")
-@option("--eager", is_flag=True, help="Plain torch steps: the only backend on a CPU, the reference on a GPU.")
+@option("--eager", is_flag=True, help="On a GPU: plain torch steps, no graphs.")
 @option("--threads", type=click.IntRange(1), metavar="N", show_default="cores / ranks", help="CPU threads a rank.")
 # Speculation
 @option("--ngram", "is_ngram", is_flag=True, help="Guess tokens from what the row has said before; the answers stay the same.")

@@ -12,6 +12,7 @@ import torch
 from engine.completion import Completion, TokenLogprob
 from engine.detokenizer import Detokenizer
 from engine.drafts.speculation import Speculation
+from engine.graph.token_ring import NO_TOKEN
 from engine.request import Request, Sample
 from engine.sampler import SamplerState, sample, stream_key, top_logprobs
 from engine.scheduler import ScheduledRow
@@ -61,6 +62,7 @@ class Leader:
         self.speculation = speculation
         self.samples: dict[int, Sample] = {}
         self._message = StepMessage()
+        self._burst_tokens: dict[int, list[int]] = {}
         self._next_id = 0
 
     @property
@@ -71,6 +73,7 @@ class Leader:
         """Let a row join at the next step, with `params.n` sequences; the later ones reuse the first one's prompt pages."""
         first_id = None
         for sample_idx in range(request.params.n):
+            state = self._sampler_state(request, sample_idx)
             sequence = Sequence(
                 seq_id=self._next_id,
                 token_ids=list(request.prompt_ids),
@@ -78,33 +81,77 @@ class Leader:
                 max_tokens_total=self.max_tokens_total,
                 wants_prompt_logits=request.params.prompt_logprobs is not None,
                 after=first_id,
+                temperature=0.0 if state.is_greedy else request.params.temperature,
+                stream_key=state.stream_key,
             )
             self._next_id += 1
             first_id = sequence.seq_id if first_id is None else first_id
             self._message.added.append(sequence)
-            self.samples[sequence.seq_id] = self._open_sample(request, sample_idx, sequence)
+            self.samples[sequence.seq_id] = self._open_sample(request, sample_idx, sequence, state)
 
-    def _open_sample(self, request: Request, sample_idx: int, sequence: Sequence) -> Sample:
-        state = SamplerState(
+    def _sampler_state(self, request: Request, sample_idx: int) -> SamplerState:
+        return SamplerState(
             params=request.params,
             stream_key=stream_key(request.seed, request.row_key, sample_idx),
             prompt_ids=request.prompt_ids,
             forbidden_ids=tuple(sorted(request.stop_ids)),
         )
+
+    def _open_sample(self, request: Request, sample_idx: int, sequence: Sequence, state: SamplerState) -> Sample:
         detokenizer = Detokenizer(self.text, request.params.skip_special_tokens, context=request.prompt_ids)
         stops = StopStrings(request.stop_strings, include=request.params.include_stop_str)
         return Sample(request, sample_idx, sequence, state, detokenizer, stops)
 
-    def take_message(self, exit_code: int | None = None) -> list[int]:
+    def take_message(self, exit_code: int | None = None, burst_steps: int = 0, is_continued: bool = False) -> list[int]:
         """The message for the next step. Tokens and rows named in it are not named again."""
         message, self._message = self._message, StepMessage()
+        message.burst_steps, message.is_continued = burst_steps, is_continued
+        message.tokens += self._burst_tokens.items()
+        self._burst_tokens = {}
         if exit_code is not None:
             message.exit_code = exit_code
         return message.encode()
 
     @property
     def has_news(self) -> bool:
-        return bool(self._message.tokens or self._message.finished or self._message.added)
+        return bool(self._message.tokens or self._burst_tokens or self.has_change)
+
+    @property
+    def has_change(self) -> bool:
+        """Rows join or leave with the next message."""
+        return bool(self._message.finished or self._message.added)
+
+    def steps_alone(self) -> int:
+        """How many tokens every row past its prompt may still have, if all of them can be chosen without rank 0; 0 if they
+        cannot, or if drafts are made between the steps."""
+        if self.speculation is not None:
+            return 0
+        return min((self._steps_alone(sample) for sample in self.samples.values() if sample.token_ids), default=0)
+
+    def _steps_alone(self, current: Sample) -> int:
+        params, num_tokens = current.request.params, len(current.token_ids)
+        if params.logprobs is not None or not current.state.is_sharded:
+            return 0
+        room = self.max_tokens_total - current.sequence.num_prompt - num_tokens
+        return room if params.max_tokens is None else min(room, params.max_tokens - num_tokens)
+
+    def is_any_open(self, sequences: list[Sequence]) -> bool:
+        return any(sequence.seq_id in self.samples for sequence in sequences)
+
+    def receive_burst(self, sequences: list[Sequence], token_ids: list[int]) -> int:
+        """Take the tokens of one step of a burst, as if they had been chosen here. Returns how many were for rows still open."""
+        num_taken = 0
+        for sequence, token_id in zip(sequences, token_ids):
+            current = self.samples.get(sequence.seq_id)
+            if current is None:  # it ended at an earlier step of the burst
+                continue
+            num_taken += 1
+            completion = current.fail(NOT_A_NUMBER) if token_id == NO_TOKEN else current.accept(token_id, self.max_tokens_total)
+            if completion is None:
+                self._burst_tokens.setdefault(sequence.seq_id, []).append(token_id)
+            else:
+                self._finish(current, completion)
+        return num_taken
 
     def receive(self, rows: list[ScheduledRow], logits: torch.Tensor | None) -> int:
         """Choose the next tokens from a step's `logits` (fp32 `[n, full_vocab]`), and guess at those after them.
@@ -135,6 +182,7 @@ class Leader:
     def drop_all(self) -> None:
         """Forget every open row."""
         self.samples.clear()
+        self._burst_tokens.clear()
         if self.speculation is not None:
             self.speculation.drop_all()
 

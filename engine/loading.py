@@ -12,6 +12,7 @@ from comm.communicator import Communicator
 from engine.checkpoint import Checkpoint
 from engine.config import ModelConfig, load_config
 from engine.eager import EagerStep
+from engine.graph.loading import obstacle_to_graphs, open_graphs
 from engine.kv_cache import KvCache
 from engine.memory import choose_num_pages
 from engine.pages import PagePool
@@ -21,7 +22,7 @@ from engine.settings import MAX_NUM_DRAFTS, EngineSettings
 from engine.shapes import named_config
 from engine.shard_plan import ShardPlan
 from engine.weights import ModelWeights, dummy_weights, load_weights
-from launch.errors import ModelError, UsageError
+from launch.errors import KernelBuildError, ModelError, UsageError
 from launch.world import World
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -121,9 +122,16 @@ def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> tuple
 
 
 def build_replica(
-    blueprint: Blueprint, world: World, comm: Communicator, progress: Callable[[int, int], None] | None = None
+    blueprint: Blueprint,
+    world: World,
+    comm: Communicator,
+    progress: Callable[[int, int], None] | None = None,
+    num_ids: int | None = None,
 ) -> Replica:
-    """Read the weights and reserve the KV cache. *Collective*. `progress(done_bytes, total_bytes)`."""
+    """Read the weights, reserve the KV cache, and capture the decode steps if there are to be any. *Collective*.
+
+    `progress(done_bytes, total_bytes)`. `num_ids`, on rank 0: ids that the tokenizer has; None for the whole vocabulary.
+    """
     settings, config, plan = blueprint.settings, blueprint.config, blueprint.plan
     weights = load_blueprint_weights(blueprint, progress)
     num_pages = choose_num_pages(
@@ -136,7 +144,17 @@ def build_replica(
     pool = PagePool(num_pages, settings.page_size, settings.is_prefix_reuse, is_contiguous=is_cpu)
     scheduler = Scheduler(scheduler_limits(blueprint, num_pages), pool)
     backend = EagerStep(config, plan, weights, comm, kv)
-    return Replica(scheduler, backend, comm, config.full_vocab, blueprint.device)
+    replica = Replica(scheduler, backend, comm, config.full_vocab, blueprint.device)
+    replica.why_single = obstacle_to_graphs(settings, blueprint.device, comm)
+    if not replica.why_single:
+        num_ids = comm.broadcast_ints([config.full_vocab if num_ids is None else num_ids] if comm.rank == 0 else None)[0]
+        try:
+            replica.burst_backend = open_graphs(backend, num_ids, scheduler.limits)
+        except (KernelBuildError, ImportError) as error:
+            if comm.size > 1:  # the others may not have met it
+                raise
+            replica.why_single = f"the kernels are not to be had: {error}"
+    return replica
 
 
 def load_blueprint_weights(blueprint: Blueprint, progress: Callable[[int, int], None] | None = None) -> ModelWeights:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from engine.graph.burst import MAX_BURST_STEPS, NUM_STEPS_BEHIND
 from engine.leader import Leader
 from engine.replica import Replica
 from engine.request import Request
@@ -64,6 +66,9 @@ class RunStats:
     A token is a decode token if it came out of a step that computed its row's last token alone (or with drafts after it), past
     the prompt; all others are prefill, also those computed again after a preemption. The time of a step that holds both kinds is
     shared out in proportion to the tokens it computed.
+
+    `num_waits`: steps with decode tokens after which the host waited for the device before it could go on, as it does after every
+    step but those of a burst.
     """
 
     prefill_tokens: int = 0
@@ -71,6 +76,12 @@ class RunStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     num_steps: int = 0
+    num_waits: int = 0
+
+    @property
+    def waits_per_token(self) -> float:
+        """Host waits a decode token."""
+        return self.num_waits / self.decode_tokens if self.decode_tokens else 0.0
 
     @property
     def prefill_tok_s(self) -> float:
@@ -90,6 +101,13 @@ class RunStats:
         self.prefill_tokens += num_prefill
         self.decode_s += share * seconds
         self.prefill_s += (1.0 - share) * seconds
+        self.num_steps += 1
+        self.num_waits += bool(decode)
+
+    def add_burst_step(self, num_tokens: int, seconds: float) -> None:
+        """`num_tokens`: those that rows still open could use. `seconds`: since the step before was read."""
+        self.decode_tokens += num_tokens
+        self.decode_s += seconds
         self.num_steps += 1
 
 
@@ -115,23 +133,27 @@ def lead(
     """
     comm = replica.comm
     exit_code, is_boundary = EXIT_BUG, True
+    reader = BurstReader(replica, leader, stats, partial(_admit, leader, source, look_ahead, is_idle=False), interrupt, on_step)
     try:
         while True:
-            code = interrupt()
-            if code is not None:
-                raise Interrupted(code)
-            _admit(leader, source, look_ahead, is_idle=not (leader.has_news or replica.scheduler.has_work))
+            _check_interrupt(interrupt)
+            is_continued = reader.read_on()
+            if not is_continued:
+                _admit(leader, source, look_ahead, is_idle=not (leader.has_news or replica.scheduler.has_work))
             if source.is_exhausted and not (leader.has_news or replica.scheduler.has_work):
                 exit_code = EXIT_OK
                 return
             is_boundary = False
-            replica.apply(comm.broadcast_ints(leader.take_message()))
+            replica.apply(comm.broadcast_ints(leader.take_message(None, reader.num_steps_next(), is_continued)))
             if replica.scheduler.has_work:
                 started = time.perf_counter()
-                rows, logits = replica.step()
+                computed = replica.step()
                 is_boundary = True
-                num_extra = leader.receive(rows, logits)
-                stats.add_step(rows, time.perf_counter() - started, num_extra)
+                if computed is not None:
+                    num_extra = leader.receive(*computed)
+                    stats.add_step(computed[0], time.perf_counter() - started, num_extra)
+                elif not is_continued:
+                    reader.last_read_s = started
             is_boundary = True
             if on_step is not None:
                 on_step()
@@ -145,6 +167,64 @@ def lead(
         if is_boundary:
             _end(replica, comm.broadcast_ints(leader.take_message(exit_code)))
             leader.drop_all()
+
+
+class BurstReader:
+    """Rank 0's way through a burst: read its steps in order, until a message is due.
+
+    `admit()` lets rows in that are there; the others are as in `lead`. `last_read_s`: when the last step came in, or the burst
+    began.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        leader: Leader,
+        stats: RunStats,
+        admit: Callable[[], None],
+        interrupt: Callable[[], int | None],
+        on_step: Callable[[], None] | None,
+    ):
+        self._replica, self._leader, self._stats = replica, leader, stats
+        self._admit, self._interrupt, self._on_step = admit, interrupt, on_step
+        self.last_read_s = 0.0
+
+    def read_on(self) -> bool:
+        """Whether the next message continues the running burst. If not, either none runs, or all of its tokens that a row could
+        use have been read, and it is over."""
+        burst = self._replica.burst
+        while burst is not None and burst.num_unread and self._leader.is_any_open(burst.sequences):
+            if burst.num_unread <= NUM_STEPS_BEHIND:
+                self._admit()
+                if not self._leader.has_change and self.num_steps_next():
+                    return True
+            _check_interrupt(self._interrupt)
+            self._read_step()
+        return False
+
+    def num_steps_next(self) -> int:
+        """How many steps the next message may allow: of a running burst, beyond those launched, or of a new one."""
+        replica, burst = self._replica, self._replica.burst
+        if replica.burst_backend is None:
+            return 0
+        is_running = burst is not None and burst.num_unread > 0 and not self._leader.has_change
+        limit = min(MAX_BURST_STEPS, self._leader.steps_alone() - (burst.num_unread if is_running else 0))
+        return replica.room_ahead(max(0, limit)) if is_running else limit
+
+    def _read_step(self) -> None:
+        burst = self._replica.burst
+        num_taken = self._leader.receive_burst(burst.sequences, self._replica.read_burst())
+        now = time.perf_counter()
+        self._stats.add_burst_step(num_taken, now - self.last_read_s)
+        self.last_read_s = now
+        if self._on_step is not None:
+            self._on_step()
+
+
+def _check_interrupt(interrupt: Callable[[], int | None]) -> None:
+    code = interrupt()
+    if code is not None:
+        raise Interrupted(code)
 
 
 def _end(replica: Replica, ints: list[int]) -> int:

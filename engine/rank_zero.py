@@ -230,11 +230,12 @@ class RankZero:
 
     def _print_end(self) -> None:
         counts, stats = self.job.counts, self.stats
+        waits = f", {stats.waits_per_token:.3f} host waits a token" if self.blueprint.device.type == "cuda" else ""
         resumed = f" ({counts.skipped} from before)" if counts.skipped else ""
         print(
             f"doorbell: {counts.ok} rows answered, {counts.failed} failed{resumed}; "
             f"prefill {stats.prefill_tokens} tokens at {stats.prefill_tok_s:.0f} tok/s, "
-            f"decode {stats.decode_tokens} tokens at {stats.decode_tok_s:.1f} tok/s",
+            f"decode {stats.decode_tokens} tokens at {stats.decode_tok_s:.1f} tok/s{waits}",
             file=sys.stderr,
             flush=True,
         )

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 
 from comm.communicator import Communicator
+from engine.graph.burst import Burst
+from engine.graph.step import BurstBackend
 from engine.scheduler import ScheduledRow, Scheduler
 from engine.sequence import Sequence
 from engine.step_batch import RowSpan, StepBatch
@@ -23,32 +25,51 @@ class StepBackend(Protocol):
 
 
 class Replica:
-    """One rank's schedule and step. All ranks hold equal replicas as long as they apply the same messages."""
+    """One rank's schedule and step. All ranks hold equal replicas as long as they apply the same messages.
 
-    def __init__(self, scheduler: Scheduler, backend: StepBackend, comm: Communicator, full_vocab: int, device: torch.device):
+    `burst_backend`: runs steady decode on the device alone; None if nothing does, for the reason `why_single`. `burst`: what it
+    runs now, if it does.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        backend: StepBackend,
+        comm: Communicator,
+        full_vocab: int,
+        device: torch.device,
+    ):
         self.scheduler, self.backend, self.comm = scheduler, backend, comm
         self.full_vocab, self.device = full_vocab, device
+        self.burst_backend: BurstBackend | None = None
+        self.why_single = ""
+        self.burst: Burst | None = None
         self.sequences: dict[int, Sequence] = {}
         self.digest = 0
         self._drafts: dict[int, list[int]] = {}
+        self._burst_steps = 0
 
     def apply(self, ints: Ints[int]) -> StepMessage:
         """Take in one message. Its integers go into `digest`, which the ranks compare at the end of a run."""
         self.digest = zlib.crc32(array("q", ints).tobytes(), self.digest)
         message = StepMessage.decode(ints)
         for seq_id, token_ids in message.tokens:
-            self.scheduler.append(self.sequences[seq_id], token_ids)
+            take = self.scheduler.append if self.burst is None else self.scheduler.advance
+            take(self.sequences[seq_id], token_ids)
+        if not message.is_continued:
+            self.burst = None
         for seq_id in message.finished:
             self.scheduler.finish(seq_id)
             del self.sequences[seq_id]
         for sequence in message.added:
             self.sequences[sequence.seq_id] = sequence
             self.scheduler.add(sequence)
-        self._drafts = dict(message.drafts)
+        self._drafts, self._burst_steps = dict(message.drafts), message.burst_steps
         return message
 
     def drop_all(self) -> None:
         """Forget every open row and give its pages back."""
+        self.burst = None
         for seq_id in list(self.sequences):
             self.scheduler.finish(seq_id)
             del self.sequences[seq_id]
@@ -63,9 +84,19 @@ class Replica:
             strayed = (gathered != gathered[0]).nonzero().flatten().tolist()
             raise RuntimeError(f"ranks {strayed} took other steps than rank 0; the answers cannot be trusted")
 
-    def step(self) -> tuple[list[ScheduledRow], torch.Tensor | None]:
-        """Compute the next step. *Collective*. Returns its rows and, on rank 0, the fp32 logits asked for `[n, full_vocab]`."""
+    def step(self) -> tuple[list[ScheduledRow], torch.Tensor | None] | None:
+        """Compute the next step. *Collective*. Returns its rows and, on rank 0, the fp32 logits asked for `[n, full_vocab]`.
+
+        None if a burst is what comes next: its steps are launched, and on rank 0 `read_burst` has their tokens.
+        """
+        if self.burst is not None:
+            self._launch(self.burst)
+            return None
         rows = self.scheduler.schedule(self._drafts)
+        if self._can_burst(rows):
+            self.burst = self.burst_backend.begin([row.sequence for row in rows])
+            self._launch(self.burst)
+            return None
         batch = build_batch(rows, self.scheduler.pool.page_size, self.device)
         local_logits = self.backend.run(batch)
         self.scheduler.complete(rows)
@@ -73,6 +104,28 @@ class Replica:
             return rows, None
         logits = self.comm.gather(local_logits)
         return rows, None if logits is None else logits[:, : self.full_vocab]
+
+    def read_burst(self) -> list[int]:
+        """The tokens of the running burst's next unread step, one for each of its rows. Rank 0 only; waits for them."""
+        return self.burst_backend.read(self.burst)
+
+    def room_ahead(self, limit: int) -> int:
+        """How many steps, at most `limit`, the running burst could be continued by."""
+        return self.scheduler.room_ahead(self.burst.lengths, limit)
+
+    def _can_burst(self, rows: list[ScheduledRow]) -> bool:
+        """Whether the step of `rows` can be the first of a burst: all that runs is in steady decode."""
+        if self._burst_steps == 0 or self.burst_backend is None or len(rows) > self.burst_backend.max_rows:
+            return False
+        is_whole = len(rows) == len(self.scheduler.running)
+        return is_whole and all(row.is_decode and not row.draft_ids for row in rows)
+
+    def _launch(self, burst: Burst) -> None:
+        """As many of the steps that rank 0 allows as there are pages for."""
+        lengths = burst.lengths
+        num_steps = self.scheduler.room_ahead(lengths, self._burst_steps)
+        self.scheduler.reserve_ahead(lengths, num_steps)
+        self.burst_backend.launch(burst, num_steps)
 
 
 def build_batch(rows: list[ScheduledRow], page_size: int, device: torch.device) -> StepBatch:

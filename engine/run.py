@@ -105,7 +105,8 @@ class RankRun:
         rank_zero = self.rank_zero
         if rank_zero is not None:
             rank_zero.load_draft()
-        replica = build_replica(blueprint, world, self.comm, rank_zero.load_progress() if rank_zero else None)
+        progress, num_ids = (None, None) if rank_zero is None else (rank_zero.load_progress(), rank_zero.frontend.num_ids)
+        replica = build_replica(blueprint, world, self.comm, progress, num_ids)
         self.note.on_signal = None
         self.note.patience_s = FOLLOWER_PATIENCE_S if rank_zero is None else LEADER_PATIENCE_S
         if self.note.exit_code is not None:  # what it raised was swallowed by a library

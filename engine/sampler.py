@@ -48,10 +48,21 @@ class SamplerState:
     @property
     def is_plain(self) -> bool:
         """True if the next token is the arg-max of the untouched logits."""
+        return self.is_greedy and self._is_untouched
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the next token is the best of the untouched logits, or the best after noise: what each rank can find in its
+        part of the vocabulary, so that the whole row need not come together."""
+        params = self.params
+        is_unfiltered = params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0
+        return (self.is_greedy or is_unfiltered) and self._is_untouched
+
+    @property
+    def _is_untouched(self) -> bool:
         params = self.params
         return (
-            self.is_greedy
-            and params.repetition_penalty == 1.0
+            params.repetition_penalty == 1.0
             and params.presence_penalty == 0.0
             and params.frequency_penalty == 0.0
             and not params.logit_bias

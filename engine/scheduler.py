@@ -126,6 +126,29 @@ class Scheduler:
             sequence.drafted = row.draft_ids
             self._remember(sequence)
 
+    def room_ahead(self, lengths: Mapping[Sequence, int], limit: int) -> int:
+        """How many more steps, at most `limit`, there are pages for without taking any from another row.
+
+        `lengths`: rows in decode, and how many tokens each will have computed when the steps begin.
+        """
+        pool = self.pool
+        for num_steps in range(limit, 0, -1):
+            grown = (pool.num_needed(length + num_steps) - len(sequence.pages) for sequence, length in lengths.items())
+            if sum(max(0, missing) for missing in grown) <= pool.num_available:
+                return num_steps
+        return 0
+
+    def reserve_ahead(self, lengths: Mapping[Sequence, int], num_steps: int) -> None:
+        """Take the pages of `num_steps` more steps, for which there is room."""
+        for sequence, length in lengths.items():
+            self.pool.extend(sequence.pages, length + num_steps)
+
+    def advance(self, sequence: Sequence, token_ids: Ints[int]) -> None:
+        """Take in tokens of steps that were computed ahead, in order. The row keeps the pages of those that are still to come."""
+        sequence.num_computed += len(token_ids)
+        sequence.token_ids += token_ids
+        self._remember(sequence)
+
     def _remember(self, sequence: Sequence) -> None:
         """Only what has been chosen counts: a page that holds a draft must not be found by another row."""
         sequence.num_remembered_pages = self.pool.remember(

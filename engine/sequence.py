@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 
+NO_KEY = bytes(16)
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -13,7 +15,8 @@ class Sequence:
     `max_tokens_total` bounds prompt and output together. `wants_prompt_logits` asks for logits at every prompt position and
     therefore never skips computed ones. `after` is a sequence with the same prompt that must be prefilled first, so that this
     one finds the prompt's pages. `drafted` are guesses at the tokens that come next: their keys and values follow those of the
-    `num_computed` tokens in the cache, but nobody has chosen them yet.
+    `num_computed` tokens in the cache, but nobody has chosen them yet. `temperature` and `stream_key` are what the device needs
+    to choose a token itself: 0 takes the likeliest, anything else draws with the noise of that stream (`engine.sampler`).
     """
 
     seq_id: int
@@ -27,6 +30,8 @@ class Sequence:
     num_remembered_pages: int = 0
     pages: list[int] = field(default_factory=list)
     drafted: tuple[int, ...] = ()
+    temperature: float = 0.0
+    stream_key: bytes = NO_KEY
 
     @property
     def num_pending(self) -> int:

@@ -22,7 +22,7 @@ class EngineSettings:
     each takes its part of the memory; for tests, under MPS.
     `None` in `max_model_len` means the model's own limit. `is_ngram` or `draft_model` (a folder or shape, like `model`) switch
     speculation on, with at most `num_drafts` guessed tokens a row and step (None: 4); `draft_kv_memory_bytes`: KV cache of the
-    draft model, on rank 0.
+    draft model, on rank 0. `is_eager`: no graphs and no bursts on a GPU; a CPU has none anyway.
     """
 
     model: str
@@ -43,3 +43,4 @@ class EngineSettings:
     draft_model: str | None = None
     num_drafts: int | None = None
     draft_kv_memory_bytes: int | None = None
+    is_eager: bool = False

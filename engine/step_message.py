@@ -1,11 +1,13 @@
 """What rank 0 tells the other ranks between two steps, as one list of integers.
 
 Rank 0 alone reads input, samples and writes output. Everything the others need to run the same schedule is here: the tokens it
-chose, the rows that ended, the rows that arrived, its guesses at the tokens to come, and whether this was the last step.
+chose, the rows that ended, the rows that arrived, its guesses at the tokens to come, how far the device may go on alone, and
+whether this was the last step.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 
@@ -13,12 +15,16 @@ from engine.sequence import Sequence
 
 NO_SEQUENCE = -1
 GO_ON = -1
+_NUM_HEADER, _NUM_ADDED = 7, 8  # integers before the tokens, and of an added row before its own
 
 
 @dataclass
 class StepMessage:
     """`tokens`: (seq_id, ids chosen for it in the last step, in order). `finished`: seq_ids that leave. `added`: rows that join,
     not yet computed. `drafts`: (seq_id, ids that may follow its tokens), good for one step.
+
+    `burst_steps`: most decode steps that may run one after the other with no message between them (`engine.graph`), as far as the
+    tokens go; 0 for a single step. `is_continued`: they follow those that run already, and no row joins or leaves.
 
     `exit_code` is `GO_ON`, or the code every rank leaves the loop with.
     """
@@ -28,35 +34,33 @@ class StepMessage:
     added: list[Sequence] = field(default_factory=list)
     exit_code: int = GO_ON
     drafts: list[tuple[int, list[int]]] = field(default_factory=list)
+    burst_steps: int = 0
+    is_continued: bool = False
 
     def encode(self) -> list[int]:
         ints = [self.exit_code, len(self.tokens), len(self.finished), len(self.added), len(self.drafts)]
+        ints += (self.burst_steps, int(self.is_continued))
         for seq_id, token_ids in (*self.tokens, *self.drafts):
             ints += (seq_id, len(token_ids), *token_ids)
         ints += self.finished
         for new in self.added:
             after = NO_SEQUENCE if new.after is None else new.after
             ints += (new.seq_id, new.num_prompt, new.max_tokens_total, int(new.wants_prompt_logits), after)
+            ints += struct.unpack("<3q", struct.pack("<d", new.temperature) + new.stream_key)
             ints += new.token_ids
         return ints
 
     @classmethod
     def decode(cls, ints: Ints[int]) -> StepMessage:
-        message = cls(exit_code=ints[0])
+        message = cls(exit_code=ints[0], burst_steps=ints[5], is_continued=bool(ints[6]))
         num_tokens, num_finished, num_added, num_drafts = ints[1:5]
-        message.tokens, at = _decode_runs(ints, 5, num_tokens)
+        message.tokens, at = _decode_runs(ints, _NUM_HEADER, num_tokens)
         message.drafts, at = _decode_runs(ints, at, num_drafts)
         message.finished = list(ints[at : at + num_finished])
         at += num_finished
         for _ in range(num_added):
-            seq_id, num_prompt, max_tokens_total, wants_prompt_logits, after = ints[at : at + 5]
-            at += 5
-            token_ids = list(ints[at : at + num_prompt])
-            at += num_prompt
-            after_id = None if after == NO_SEQUENCE else after
-            message.added.append(
-                Sequence(seq_id, token_ids, num_prompt, max_tokens_total, bool(wants_prompt_logits), after_id)
-            )
+            message.added.append(_decode_added(ints, at))
+            at += _NUM_ADDED + message.added[-1].num_prompt
         return message
 
 
@@ -69,3 +73,20 @@ def _decode_runs(ints: Ints[int], at: int, count: int) -> tuple[list[tuple[int, 
         runs.append((seq_id, list(ints[at : at + length])))
         at += length
     return runs, at
+
+
+def _decode_added(ints: Ints[int], at: int) -> Sequence:
+    """The row that begins at `at`."""
+    seq_id, num_prompt, max_tokens_total, wants_prompt_logits, after = ints[at : at + 5]
+    draw = struct.pack("<3q", *ints[at + 5 : at + _NUM_ADDED])
+    first = at + _NUM_ADDED
+    return Sequence(
+        seq_id,
+        list(ints[first : first + num_prompt]),
+        num_prompt,
+        max_tokens_total,
+        bool(wants_prompt_logits),
+        None if after == NO_SEQUENCE else after,
+        temperature=struct.unpack("<d", draw[:8])[0],
+        stream_key=draw[8:],
+    )

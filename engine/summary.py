@@ -32,6 +32,7 @@ def summary_lines(
         "KV cache": f"{kv_tokens} tokens in {pool.num_pages} pages; a row has up to {limits.max_model_len} tokens",
         "batch": f"up to {limits.max_batch} rows, {limits.max_step_tokens} tokens a step, "
         f"prefix reuse {'on' if pool.is_prefix_reuse else 'off'}",
+        "decode": describe_decode(replica),
         "rope": describe_rope(config.rope),
         "stops": ", ".join(frontend.stop_names()) or "none",
         "sampling": f"{describe_sampling(defaults)} (from {frontend.defaults.source}; seed {seed})",
@@ -42,6 +43,12 @@ def summary_lines(
     warnings = blueprint.checkpoint.warnings if blueprint.checkpoint is not None else []
     notes = [*warnings, *blueprint.notes, *frontend.defaults.notes]
     return ["doorbell:", *lines, *(f"  note: {note}" for note in notes)]
+
+
+def describe_decode(replica: Replica) -> str:
+    """How the tokens behind a prompt are computed."""
+    backend = replica.burst_backend
+    return f"one step at a time ({replica.why_single})" if backend is None else f"in bursts of {backend.description}"
 
 
 def describe_comm(comm: Communicator) -> dict[str, str]:

@@ -112,6 +112,14 @@ class Gemv:
         self._kernels, self._num_sms, self._is_pdl = kernels, num_sms, is_pdl
         self._maps: dict[tuple[int, torch.Size, int], Any] = {}
 
+    def takes(self, x: torch.Tensor, weight: Any, is_gate_up: bool = False) -> bool:
+        """Whether there is a plan for `x` `[rows, in]` with `weight`; what is not taken is a product for a library."""
+        data, _ = parts_of(weight)
+        if x.dtype != torch.bfloat16 or not x.is_contiguous() or not data.is_contiguous() or data.data_ptr() % 16:
+            return False
+        out = data.shape[0] // 2 if is_gate_up else data.shape[0]
+        return plan_gemv(x.shape[0], x.shape[1], out, data.element_size(), self._num_sms, is_gate_up) is not None
+
     def linear(
         self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, out: torch.Tensor | None = None,
         num_splits: int | None = None,

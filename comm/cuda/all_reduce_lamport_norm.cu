@@ -12,13 +12,37 @@
 #define SITE_ALL_REDUCE_NORM 2
 
 struct NormParams {
-    LamportParams reduce;      // x: [rows, hidden]; `out` is not used; max_ctas counts CTAs of all rows
+    LamportParams reduce;      // x: [rows, hidden], not read if there are parts; `out` is not used; max_ctas counts CTAs of all rows
     elem_bits* residual;       // [rows, hidden]: read, and overwritten by the new residual
     elem_bits* normed;         // [rows, hidden]
     const elem_bits* weight;   // [hidden]
     float eps;
     u32 hidden;                // elements a row; a multiple of UNIT_ELEMS, pointers 8-byte aligned
+    const float* parts;        // [num_parts][rows, hidden]: this rank's x as sums still to be added; 16-byte aligned
+    long part_pitch;           // floats from one part to the next
+    u32 num_parts;             // 0: x is whole
 };
+
+struct __align__(UNIT_ELEMS * sizeof(float)) PartUnit {
+    float elems[UNIT_ELEMS];
+};
+
+// This rank's unit at element `at`: as it is, or its parts added in order and rounded once.
+__device__ __forceinline__ Unit load_own(const NormParams& n, long at) {
+    if (n.num_parts == 0) {
+        Unit unit;
+        unit.word = *reinterpret_cast<const u64*>(n.reduce.x + at);
+        return unit;
+    }
+    PartUnit sum = *reinterpret_cast<const PartUnit*>(n.parts + at);
+#pragma unroll 4
+    for (u32 part = 1; part < n.num_parts; ++part) {
+        PartUnit other = *reinterpret_cast<const PartUnit*>(n.parts + part * n.part_pitch + at);
+#pragma unroll
+        for (int i = 0; i < UNIT_ELEMS; ++i) sum.elems[i] += other.elems[i];
+    }
+    return round_unit(sum.elems);
+}
 
 constexpr int MAX_UNITS = 4;   // units a thread
 constexpr int MAX_CTAS = 8;    // CTAs a row, one cluster
@@ -46,7 +70,7 @@ __device__ __forceinline__ void reduce_and_norm(const NormParams& n, Shared& sha
 #pragma unroll
     for (int k = 0; k < K; ++k) {
         if (begin + k * step < units) {
-            value[k].word = *reinterpret_cast<const u64*>(p.x + row + (begin + k * step) * UNIT_ELEMS);
+            value[k] = load_own(n, row + (begin + k * step) * UNIT_ELEMS);
             residual[k].word = *reinterpret_cast<const u64*>(n.residual + row + (begin + k * step) * UNIT_ELEMS);
         }
     }

@@ -14,9 +14,12 @@ from engine.byte_text import ByteText
 from engine.completion import Completion
 from engine.drafts.loading import build_speculation
 from engine.drafts.speculation import DraftStats, Speculation
+from engine.graph.operators import TorchOperators
+from engine.graph.row_state import RowState
+from engine.graph.step import BurstBackend, TwinBurst
 from engine.leader import Leader
 from engine.loading import build_replica, draw_blueprint
-from engine.loop import ListSource, RunStats, follow, lead
+from engine.loop import Interrupted, ListSource, RequestSource, RunStats, follow, lead, no_interrupt
 from engine.pages import PagePool
 from engine.replica import Replica
 from engine.request import Request
@@ -43,6 +46,8 @@ class Run:
     digests: list[int] = field(default_factory=list)
     stats: RunStats = field(default_factory=RunStats)
     num_preemptions: int = 0
+    exit_code: int = 0
+    exit_codes: list[int] = field(default_factory=list)  # of the other ranks
     drafts: DraftStats | None = None
 
     @property
@@ -55,11 +60,21 @@ class Run:
 
 
 def answer(
-    folder: Path, requests: Sequence[Request], size: int = 1, text=None, look_ahead: int = 100, speculation=None, **settings
+    folder: Path,
+    requests: Sequence[Request],
+    size: int = 1,
+    text=None,
+    look_ahead: int = 100,
+    speculation=None,
+    bursts: Callable[[Replica], BurstBackend] | None = None,
+    source: RequestSource | None = None,
+    interrupt: Callable[[], int | None] = no_interrupt,
+    **settings,
 ) -> Run:
     """Answer `requests` with the model in `folder` at TP `size`; the settings are those of `EngineSettings`.
 
-    `speculation` takes the place of the one that the settings ask for.
+    `speculation` takes the place of the one that the settings ask for. `bursts` makes the burst backend of each rank. `source`
+    hands the requests out in another way than all at once.
     """
     settings = {"threads": 1, "kv_memory_bytes": 1 << 24, **settings}
 
@@ -68,14 +83,16 @@ def answer(
         blueprint = draw_blueprint(EngineSettings(str(folder), **settings), world)
         own = None if comm.rank else speculation or build_speculation(blueprint, blueprint.config.full_vocab)
         replica = build_replica(blueprint, world, comm)
+        replica.burst_backend = None if bursts is None else bursts(replica)
         if comm.rank:
-            assert follow(replica) == 0
+            run.exit_codes.append(follow(replica))
         else:
-            lead_all(replica, requests, run, text, look_ahead, own)
+            lead_all(replica, requests, run, text, look_ahead, own, source, interrupt)
         return replica
 
     run = Run(answers=[[] for _ in requests])
     replicas = run_ranks(size, rank_main)
+    assert set(run.exit_codes) <= {run.exit_code}
     run.digests = [replica.digest for replica in replicas]
     run.num_preemptions = replicas[0].scheduler.num_preemptions
     for replica in replicas:
@@ -90,6 +107,8 @@ def lead_all(
     text=None,
     look_ahead: int = 100,
     speculation: Speculation | None = None,
+    source: RequestSource | None = None,
+    interrupt: Callable[[], int | None] = no_interrupt,
 ) -> None:
     text = ByteText(replica.full_vocab) if text is None else text
     num_ids = min(replica.full_vocab, text.vocab_size)
@@ -97,7 +116,18 @@ def lead_all(
     run.drafts = None if speculation is None else speculation.stats
     for index, item in enumerate(requests):
         item.on_done = lambda completions, index=index: run.answers[index].extend(completions)
-    lead(replica, leader, ListSource(list(requests)), run.stats, look_ahead)
+    try:
+        lead(replica, leader, source or ListSource(list(requests)), run.stats, look_ahead, interrupt)
+    except Interrupted as error:
+        run.exit_code = error.exit_code
+
+
+def twin_bursts(replica: Replica) -> TwinBurst:
+    """Bursts of the replica's own model, on the CPU."""
+    step, limits = replica.backend, replica.scheduler.limits
+    operators = TorchOperators(step.config, step.plan, step.weights, replica.comm, step.kv, num_ids=replica.full_vocab)
+    max_pages = -(-limits.max_model_len // step.kv.page_size)
+    return TwinBurst(operators, RowState(limits.max_batch, max_pages, CPU, replica.comm.check))
 
 
 class ScriptedBackend:

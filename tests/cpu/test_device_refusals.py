@@ -115,6 +115,22 @@ def test_the_norm_refuses(collectives, launches, changed, change, error, sentenc
     assert launches == []
 
 
+@pytest.mark.parametrize("shape, offset", [((3, 2, 64), 0), ((3, 1, 128), 0), ((0, 2, 128), 0), ((3, 2, 128), 1)])
+def test_the_norm_refuses_parts_that_do_not_fit(collectives, launches, shape, offset):
+    tensors = {**norm_tensors(2, 128), "x": on_gpu(*shape, dtype=torch.float32, offset=offset)}
+    with pytest.raises(ValueError, match=r"parts of x are \[num_parts, \*\[2, 128\]\], aligned to 16 bytes"):
+        collectives.all_reduce_lamport_norm(eps=1e-6, **tensors)
+    assert launches == []
+
+
+def test_the_norm_takes_parts_of_all_rows_in_chunks(collectives, launches):
+    tensors = {**norm_tensors(40, 128), "x": on_gpu(3, 40, 128, dtype=torch.float32)}
+    collectives.all_reduce_lamport_norm(eps=1e-6, **tensors)
+    first, second = (args[2][0] for _, args, _ in launches)
+    assert (first.num_parts, first.part_pitch, first.parts) == (3, 40 * 128, tensors["x"].data_ptr())
+    assert second.parts - first.parts == 32 * 128 * 4 and second.part_pitch == first.part_pitch
+
+
 @pytest.mark.parametrize("hidden, dtype", [(130, torch.bfloat16), (129, torch.float16), (65, torch.float32)])
 def test_the_norm_refuses_rows_of_broken_units(collectives, launches, hidden, dtype):
     with pytest.raises(ValueError, match=f"multiple of 8 bytes, not {hidden} elements"):

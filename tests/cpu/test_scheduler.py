@@ -116,11 +116,16 @@ def test_samples_of_one_row_share_the_prompt():
     ),
     st.sampled_from([-1, 0, 3, 130]),
     st.lists(st.tuples(st.integers(0, 99), st.lists(st.integers(0, 2**40), max_size=4)), max_size=5),
+    st.integers(0, 16),
+    st.booleans(),
+    st.floats(0, allow_nan=False),
+    st.binary(min_size=16, max_size=16),
 )
-def test_messages_survive_the_wire(tokens, finished, added, exit_code, drafts):
-    sequences = [Sequence(i, ids, len(ids), 50, wants, after) for i, (ids, wants, after) in enumerate(added)]
-    message = StepMessage(tokens, finished, sequences, exit_code, drafts)
+def test_messages_survive_the_wire(tokens, finished, added, exit_code, drafts, burst_steps, is_continued, temperature, key):
+    draw = {"temperature": temperature, "stream_key": key}
+    sequences = [Sequence(i, ids, len(ids), 50, wants, after, **draw) for i, (ids, wants, after) in enumerate(added)]
+    message = StepMessage(tokens, finished, sequences, exit_code, drafts, burst_steps, is_continued)
     decoded = StepMessage.decode(message.encode())
     assert (decoded.tokens, decoded.finished, decoded.exit_code) == (tokens, finished, exit_code)
-    assert decoded.drafts == drafts
+    assert (decoded.drafts, decoded.burst_steps, decoded.is_continued) == (drafts, burst_steps, is_continued)
     assert [vars(s) for s in decoded.added] == [vars(s) for s in sequences]

@@ -164,6 +164,26 @@ def check_norm(rank: int, size: int, heap_kind: str = "ipc") -> None:
                 assert len(set(world.agree(bits(normed).long().sum().item()))) == 1
 
 
+def check_norm_of_parts(rank: int, size: int, heap_kind: str = "ipc") -> None:
+    """A rank's part that comes as sums to be added is, to the bit, that part added in order and rounded."""
+    from tests.ranks.device_world import device_world
+
+    with device_world(rank, size, heap_kind=heap_kind) as world:
+        for dtype in DTYPES:
+            for num_parts, rows, hidden in ((1, 1, 8192), (3, 8, 3584), (8, 16, 896), (16, 70, 1024)):
+                sums = part(rank, num_parts, num_parts * rows * hidden, torch.float32).view(num_parts, rows, hidden)
+                before, added = sums.clone(), sums[0].clone()
+                for other in sums[1:]:
+                    added += other
+                residual, weight = part(90, rows, rows * hidden, dtype).view(rows, hidden), part(91, rows, hidden, dtype)
+                found = [residual.clone(), torch.full_like(residual, float("nan"))]
+                wanted = [residual.clone(), torch.full_like(residual, float("nan"))]
+                world.collectives.all_reduce_lamport_norm(added.to(dtype), wanted[0], weight, 1e-6, wanted[1])
+                world.collectives.all_reduce_lamport_norm(sums, found[0], weight, 1e-6, found[1])
+                assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, wanted)), (dtype, num_parts, rows, hidden)
+                assert not wanted[1].isnan().any() and torch.equal(bits(sums), bits(before))
+
+
 def check_deadline(rank: int, size: int) -> str:
     """Rank 0 calls, the others do not: its kernel must come back by itself, and the record name a peer."""
     from launch.errors import PeerTimeout
@@ -188,6 +208,7 @@ BODIES = {
     "many calls": (check_many_calls, 2000),
     "graph replays": (check_graph,),
     "norm": (check_norm,),
+    "norm of parts": (check_norm_of_parts,),
 }
 
 

@@ -1,0 +1,33 @@
+"""Device collectives of a world of one: the fused kernels that come with them serve a single GPU as well."""
+
+from __future__ import annotations
+
+from comm.device_collectives import Capacity, DeviceCollectives, layout_for
+from comm.device_kernels import load_collectives
+from comm.device_vocabulary import DeviceVocabulary
+from comm.device_watch import DeviceWatch
+from comm.heap_ipc import IpcHeap
+from kernels.build import Build
+
+_DEADLINE_S = 30.0  # there is no peer to wait for, only other CTAs
+_CAPACITY = Capacity(one_shot_bytes=1 << 20, two_shot_bytes=1 << 20)
+
+
+class DeviceSingle:
+    """`collectives` and `vocabulary` of one rank on GPU `device`, which is current and stays so.
+
+    *Raises* `DoorbellError` when the kernels cannot be compiled, `ImportError` without cupy.
+    """
+
+    is_one_rank_per_gpu = True
+
+    def __init__(self, build: Build, device: int):
+        kernels = load_collectives(build)
+        self._watch = DeviceWatch(_DEADLINE_S)
+        self._heap = IpcHeap(0, 1, device, layout_for(1, _CAPACITY), lambda value: [value])
+        self.collectives = DeviceCollectives(self._heap, self._watch, kernels, _CAPACITY)
+        self.vocabulary = DeviceVocabulary(self._heap, self._watch, kernels)
+
+    def check(self) -> None:
+        """*Raises* `PeerTimeout` if a kernel gave up."""
+        self._watch.check()

@@ -1,0 +1,39 @@
+"""From an eager step to graphs of the same model: same weights, same cache, captured once at start."""
+
+from __future__ import annotations
+
+import torch
+
+from comm.communicator import Communicator
+from engine.eager import EagerStep
+from engine.graph.cuda_operators import open_operators
+from engine.graph.row_state import RowState
+from engine.graph.step import BurstBackend, GraphStep, buckets_for
+from engine.scheduler import Limits
+from engine.settings import EngineSettings
+
+
+def obstacle_to_graphs(settings: EngineSettings, device: torch.device, comm: Communicator) -> str:
+    """Why decode steps are not captured, in a clause; empty if they are. The same on all ranks."""
+    if device.type != "cuda":
+        return "on a CPU"
+    if settings.is_eager:
+        return "--eager"
+    if settings.is_ngram or settings.draft_model is not None:
+        return "drafts are made between the steps"
+    return "" if comm.is_capturable else f"the all-reduce {comm.name} cannot be captured"
+
+
+def open_graphs(step: EagerStep, num_ids: int, limits: Limits) -> BurstBackend:
+    """Graphs for all batches up to `limits.max_batch` rows, or to the largest bucket. *Collective*.
+
+    `num_ids`: ids from here on are never chosen.
+    """
+    max_rows, max_pages = buckets_for(limits.max_batch)[-1], -(-limits.max_model_len // step.kv.page_size)
+    operators, check = open_operators(step, num_ids, max_rows, limits.max_model_len)
+
+    def check_all() -> None:
+        check()
+        step.comm.check()
+
+    return GraphStep(operators, RowState(max_rows, max_pages, step.device, check_all), limits.max_batch)

@@ -1,0 +1,180 @@
+"""What a decode step is made of, as seen by `engine.graph.decode_step`, and the plain torch version of it.
+
+Every operator takes shapes that are fixed and values that are on the device, so that a step can be captured and replayed: no
+branch, size or address may depend on a position or a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from comm.communicator import Communicator
+from comm.vocabulary import Best, best_of_ranks, local_best
+from engine.config import ModelConfig
+from engine.graph.row_state import DeviceRows
+from engine.kv_cache import KvCache
+from engine.rope import inverse_frequencies
+from engine.shard_plan import ShardPlan
+from engine.weights import LayerWeights, ModelWeights
+from kernels.advance_rows import advance_rows
+from kernels.kv_write import kv_write
+from kernels.linear import linear
+from kernels.rms_norm import rms_norm
+from kernels.rotary import rotary_table, rotate
+from kernels.silu_mul import silu_mul
+
+
+class Operators(Protocol):
+    """The operators of one rank. A *product* is what `linear` returns: a tensor `[rows, out]`, or parts of it whose sum that is;
+    only the operators themselves look inside. `description`: what they are, for the start summary."""
+
+    weights: ModelWeights
+    description: str
+
+    def prepare(self, rows: DeviceRows) -> Any:
+        """What all layers of a step share."""
+
+    def embed(self, rows: DeviceRows) -> torch.Tensor:
+        """`[rows, hidden]`: this rank's rows of the embedding, zeros for tokens of other ranks."""
+
+    def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> Any:
+        """Product of `x` `[rows, in]` with `weight` `[out, in]`."""
+
+    def gate_up(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+        """`silu(gate) * up` of a layer's MLP: `[rows, local_mlp]`."""
+
+    def attention(self, shared: Any, layer_idx: int, qkv: Any) -> torch.Tensor:
+        """Attention of each row's token over its cache, which takes the token in: `[rows, local_q_heads * head_dim]`.
+
+        `qkv`: product `[rows, (local_q_heads + 2 * local_kv_heads) * head_dim]`. A padding row writes nothing of its own.
+        """
+
+    def reduce_norm(self, x: Any, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """`residual += sum of x over the ranks`, in place; returns `RMSNorm(residual) * weight`. *Collective*."""
+
+    def choose(self, rows: DeviceRows, logits: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row's next token, int64 `[rows]`, and its logit, fp32 `[rows]`, the same on all ranks. *Collective*.
+
+        `logits`: product `[rows, local_vocab]` of the head.
+        """
+
+    def advance(self, rows: DeviceRows, ids: torch.Tensor, values: torch.Tensor) -> None:
+        """Make `ids` the rows' next tokens, one position on, and leave them in the ring."""
+
+
+@dataclass(frozen=True)
+class TorchShared:
+    """Rotary tables, the slot each row writes to, which rows are padding (`[rows]`), and the mask of each window size, True
+    where a row sees a position, `[rows, max_context]`."""
+
+    cos: torch.Tensor
+    signed_sin: torch.Tensor
+    slots: torch.Tensor
+    is_padding: torch.Tensor
+    page_table: torch.Tensor
+    masks: dict[int | None, torch.Tensor]
+
+
+class TorchOperators:
+    """The twin, for any device. Reads the whole page table at every step, so its time grows with the longest context allowed.
+
+    `num_ids`: ids from here on are never chosen.
+    """
+
+    description = "torch operators"
+
+    def __init__(
+        self, config: ModelConfig, plan: ShardPlan, weights: ModelWeights, comm: Communicator, kv: KvCache, num_ids: int
+    ):
+        self.config, self.plan, self.weights, self.comm, self.kv = config, plan, weights, comm, kv
+        self.first_id = plan.vocab_range[0]
+        self.num_valid = max(0, min(num_ids, plan.vocab_range[1]) - self.first_id)
+        self._inv_freq = inverse_frequencies(config.rope, config.head_dim).to(kv.keys.device)
+
+    def prepare(self, rows: DeviceRows) -> TorchShared:
+        positions, size = rows.positions.clamp(min=0), self.kv.page_size
+        dtype, scale = self.kv.keys.dtype, self.config.rope.attention_factor
+        cos, signed_sin = rotary_table(positions, self._inv_freq, scale, dtype)
+        pages = rows.page_table.gather(1, (positions // size)[:, None])[:, 0]
+        is_padding = rows.positions < 0
+        # A padding row repeats the first row's write, since two writers of one slot must agree.
+        slots = pages * size + positions % size
+        slots = torch.where(is_padding, slots[:1], slots)
+        seen = torch.arange(rows.page_table.shape[1] * size, device=positions.device)
+        masks = {window: _mask(positions[:, None], seen, window) for window in set(self.config.windows)}
+        return TorchShared(cos, signed_sin, slots, is_padding, rows.page_table.long(), masks)
+
+    def embed(self, rows: DeviceRows) -> torch.Tensor:
+        if self.comm.size == 1:
+            return F.embedding(rows.token_ids, self.weights.embedding)
+        begin, end = self.plan.vocab_range
+        is_foreign = (rows.token_ids < begin) | (rows.token_ids >= end)
+        x = F.embedding((rows.token_ids - begin).masked_fill(is_foreign, 0), self.weights.embedding)
+        return x.masked_fill(is_foreign[:, None], 0.0)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x, weight, bias)
+
+    def gate_up(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+        return silu_mul(linear(x, layer.gate_up, layer.gate_up_bias))
+
+    def attention(self, shared: TorchShared, layer_idx: int, qkv: torch.Tensor) -> torch.Tensor:
+        num_q, num_kv, head_dim = self.plan.local_q_heads, self.plan.local_kv_heads, self.config.head_dim
+        layer, eps = self.weights.layers[layer_idx], self.config.rms_norm_eps
+        heads = qkv.view(-1, num_q + 2 * num_kv, head_dim)
+        q, k, v = heads.split((num_q, num_kv, num_kv), dim=1)
+        if layer.q_norm is not None:
+            q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
+        q, k = rotate(q, shared.cos, shared.signed_sin), rotate(k, shared.cos, shared.signed_sin)
+        keys, values = self.kv.keys[layer_idx], self.kv.values[layer_idx]
+        is_padding = shared.is_padding[:, None, None]
+        kv_write(keys, values, shared.slots, torch.where(is_padding, k[:1], k), torch.where(is_padding, v[:1], v))
+        mask = shared.masks[self.config.windows[layer_idx]]
+        k, v = self._read(keys, shared.page_table, mask), self._read(values, shared.page_table, mask)
+        # One query a row: the heads of a group stand in for query positions, so keys are never repeated.
+        q = q.reshape(q.shape[0], num_kv, num_q // num_kv, head_dim)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None]).reshape(q.shape[0], -1)
+
+    def _read(self, cache: torch.Tensor, page_table: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """`[rows, local_kv_heads, max_context, head_dim]`. Slots that are not seen may never have been written: zeros for them,
+        because a weight of 0 does not silence a NaN."""
+        paged = cache.view(-1, self.kv.page_size, *cache.shape[1:])[page_table]
+        return paged.flatten(1, 2).masked_fill(~mask[..., None, None], 0.0).transpose(1, 2)
+
+    def reduce_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        residual += self.comm.all_reduce(x)
+        return rms_norm(residual, weight, self.config.rms_norm_eps)
+
+    def choose(self, rows: DeviceRows, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        best = local_best(logits, self.first_id, self.num_valid, rows.draw)
+        if self.comm.size > 1:
+            best = best_of_ranks(_exchange(best, self.comm))
+        return best.ids, best.values
+
+    def advance(self, rows: DeviceRows, ids: torch.Tensor, values: torch.Tensor) -> None:
+        advance_rows(ids, values, rows.token_ids, rows.positions, rows.step, rows.ring.device_words)
+
+
+def _mask(positions: torch.Tensor, seen: torch.Tensor, window: int | None) -> torch.Tensor:
+    is_seen = seen <= positions
+    return is_seen if window is None else is_seen & (seen > positions - window)
+
+
+def _exchange(best: Best, comm: Communicator) -> list[Best]:
+    """Every rank's candidates on every rank, by a sum in which each has a column of its own and zeros elsewhere.
+
+    All communicators sum fp32, so an fp64 score travels in three parts that add up to it exactly. An id is exact up to 2**24.
+    """
+    high = best.scores.float()
+    rest = torch.where(high.isfinite(), best.scores - high, 0.0)
+    middle = rest.float()
+    parts = torch.stack((high, middle, (rest - middle).float(), best.ids.float(), best.values), 1)
+    columns = torch.zeros(comm.size, *parts.shape, device=parts.device)
+    columns[comm.rank] = parts
+    return [
+        Best(part[:, 0].double() + part[:, 1] + part[:, 2], part[:, 3].long(), part[:, 4]) for part in comm.all_reduce(columns)
+    ]

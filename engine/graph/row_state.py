@@ -1,0 +1,119 @@
+"""What the device knows of the rows of a burst: everything that varies from step to step, at addresses that never change.
+
+A captured step reads it and advances it; the host writes it when a burst begins, and adds pages and noise when it is continued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy
+import torch
+
+from comm.vocabulary import DrawOptions
+from engine.graph.staging import Staging
+from engine.graph.token_ring import TokenRing
+from engine.sampler import stream_start
+from engine.sequence import Sequence
+
+PADDING = -1  # position of a row that is not there
+MAX_STEPS_AHEAD = 32  # steps launched and not yet read; noise and ring hold as many
+
+
+@dataclass(frozen=True)
+class DeviceRows:
+    """The first `n` rows of a `RowState`, on the device.
+
+    `token_ids`: int64 `[n]`, the tokens to compute; `positions`: int64 `[n]`, where, `PADDING` for a row that is not there;
+    `page_table`: int32 `[n, max_pages]`; `draw`: how to choose, noise by position; `step`: int64 `[1]`, the number of the step;
+    `ring`: where it leaves its tokens.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    page_table: torch.Tensor
+    draw: DrawOptions
+    step: torch.Tensor
+    ring: TokenRing
+
+    def __len__(self) -> int:
+        return self.token_ids.numel()
+
+
+class RowState:
+    """Of up to `max_rows` rows with up to `max_pages` pages each. `check`: as `TokenRing.read` takes it."""
+
+    def __init__(self, max_rows: int, max_pages: int, device: torch.device, check: Callable[[], None]):
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.max_rows, self.max_pages, self.check = max_rows, max_pages, check
+        self.ring = TokenRing(MAX_STEPS_AHEAD, max_rows, device)
+        self.num_launched = 0  # the number of the next step
+        self._token_ids, self._positions = zeros(max_rows), zeros(max_rows).fill_(PADDING)
+        self._page_table = zeros(max_rows, max_pages, dtype=torch.int32)
+        self._temperatures = zeros(max_rows, dtype=torch.float64)
+        self._starts = zeros(max_rows, MAX_STEPS_AHEAD)
+        self._step = zeros(1)
+        self._num_pages: list[int] = []
+        self._staging = Staging(max_rows * (max_pages + 3 + 2 * MAX_STEPS_AHEAD), self.ring, device)
+
+    def rows(self, count: int) -> DeviceRows:
+        draw = DrawOptions(self._temperatures[:count], self._starts[:count], self._positions[:count])
+        return DeviceRows(
+            self._token_ids[:count], self._positions[:count], self._page_table[:count], draw, self._step, self.ring
+        )
+
+    def restart(self) -> None:
+        """No rows, and the next step is number 0. Only while the device is idle."""
+        self._positions.fill_(PADDING)
+        self._step.zero_()
+        self.ring.restart()
+        self.num_launched = 0
+
+    def begin(self, sequences: list[Sequence]) -> None:
+        """Put the rows of `sequences`, each with one token to compute, in the place of those before."""
+        self._num_pages = [len(sequence.pages) for sequence in sequences]
+        pages = numpy.zeros((len(sequences), max(self._num_pages)), numpy.int64)
+        for row, sequence in enumerate(sequences):
+            pages[row, : len(sequence.pages)] = sequence.pages
+        token_ids, positions, temperatures, pages = self._upload(
+            numpy.array([sequence.token_ids[-1] for sequence in sequences], numpy.int64),
+            numpy.array([sequence.num_computed for sequence in sequences], numpy.int64),
+            numpy.array([sequence.temperature for sequence in sequences], numpy.float64).view(numpy.int64),
+            pages,
+        )
+        count = len(sequences)
+        self._token_ids[:count].copy_(token_ids)
+        self._positions[:count].copy_(positions)
+        self._positions[count:].fill_(PADDING)
+        self._temperatures[:count].copy_(temperatures.view(torch.float64))
+        self._temperatures[count:].zero_()
+        self._page_table[:count, : pages.shape[1]].copy_(pages)
+
+    def extend(self, sequences: list[Sequence], positions: list[int], num_steps: int) -> None:
+        """Give the rows what their next `num_steps` steps need, from `positions` on: the pages they took since, and noise."""
+        at_page: list[int] = []
+        pages: list[int] = []
+        at_start: list[int] = []
+        starts: list[int] = []
+        for row, (sequence, first) in enumerate(zip(sequences, positions)):
+            for idx in range(self._num_pages[row], len(sequence.pages)):
+                at_page.append(row * self.max_pages + idx)
+                pages.append(sequence.pages[idx])
+            self._num_pages[row] = len(sequence.pages)
+            if sequence.temperature > 0.0:
+                for position in range(first, first + num_steps):
+                    at_start.append(row * MAX_STEPS_AHEAD + position % MAX_STEPS_AHEAD)
+                    starts.append(stream_start(sequence.stream_key, position + 1 - sequence.num_prompt))
+        if not pages and not starts:
+            return
+        parts = self._upload(*(numpy.array(part, numpy.int64) for part in (at_page, pages, at_start, starts)))
+        if pages:
+            self._page_table.view(-1).index_copy_(0, parts[0], parts[1].to(torch.int32))
+        if starts:
+            self._starts.view(-1).index_copy_(0, parts[2], parts[3])
+
+    def _upload(self, *parts: numpy.ndarray) -> list[torch.Tensor]:
+        return self._staging.upload(list(parts), self.num_launched, self.check)

@@ -1,0 +1,115 @@
+"""What runs the steps of a burst: graphs on a GPU, or the step itself, again and again, as their twin."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+
+from engine.graph.burst import Burst
+from engine.graph.decode_step import decode_step
+from engine.graph.operators import Operators
+from engine.graph.row_state import RowState
+from engine.sequence import Sequence
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows of a captured step
+
+
+class BurstBackend(Protocol):
+    """Runs bursts of up to `max_rows` rows. *Collective*, but for `read`: all ranks make the same calls.
+
+    `description`: of the steps, for the start summary.
+    """
+
+    max_rows: int
+    description: str
+
+    def begin(self, sequences: list[Sequence]) -> Burst:
+        """A burst of rows in steady decode: one token to compute each. Nothing is launched yet."""
+
+    def launch(self, burst: Burst, num_steps: int) -> None:
+        """Launch the burst's next `num_steps` steps, for which the rows have pages. Waits for nothing."""
+
+    def read(self, burst: Burst) -> list[int]:
+        """The tokens of the burst's next unread step, by row; `NO_TOKEN` where there was nothing to choose from. Waits for it."""
+
+
+class _StateBackend(ABC):
+    """A backend on a `RowState`: all but how a step is run."""
+
+    def __init__(self, state: RowState, max_rows: int):
+        self.state, self.max_rows = state, max_rows
+
+    def begin(self, sequences: list[Sequence]) -> Burst:
+        self.state.begin(sequences)
+        return Burst(list(sequences), self.state.num_launched, [sequence.num_computed for sequence in sequences])
+
+    def launch(self, burst: Burst, num_steps: int) -> None:
+        positions = [first + burst.num_launched for first in burst.positions]
+        self.state.extend(burst.sequences, positions, num_steps)
+        for _ in range(num_steps):
+            self._run(len(burst.sequences))
+        self.state.num_launched += num_steps
+        burst.num_launched += num_steps
+
+    def read(self, burst: Burst) -> list[int]:
+        ids = self.state.ring.read(burst.first_step + burst.num_read, len(burst.sequences), self.state.check)
+        burst.num_read += 1
+        return ids
+
+    @abstractmethod
+    def _run(self, num_rows: int) -> None: ...
+
+
+class TwinBurst(_StateBackend):
+    """`BurstBackend` without graphs, on any device: the bursts of CPU tests."""
+
+    def __init__(self, operators: Operators, state: RowState):
+        super().__init__(state, state.max_rows)
+        self.description = "plain steps"
+        self._operators = operators
+
+    def _run(self, num_rows: int) -> None:
+        decode_step(self._operators, self.state.rows(num_rows))
+
+
+class GraphStep(_StateBackend):
+    """`BurstBackend` of graphs on a GPU: one a bucket, holding exactly one step. Rows up to the bucket are padding.
+
+    *Collective*: captures all buckets up to that of `max_batch` rows when it is made; the GPU must be idle, as it is at start.
+    """
+
+    def __init__(self, operators: Operators, state: RowState, max_batch: int):
+        self._buckets = buckets_for(max_batch)
+        super().__init__(state, min(max_batch, self._buckets[-1]))
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        pool = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize()  # what was loaded on other streams is there
+        # The largest first: the smaller ones then fit into memory that the pool has already.
+        for bucket in reversed(self._buckets):
+            self._graphs[bucket] = self._capture(operators, bucket, pool)
+        torch.cuda.synchronize()
+        state.restart()
+        self.description = f"graphs of {', '.join(map(str, self._buckets))} rows; {operators.description}"
+
+    def _capture(self, operators: Operators, bucket: int, pool: object) -> torch.cuda.CUDAGraph:
+        rows = self.state.rows(bucket)
+        stream = torch.cuda.Stream()
+        with torch.inference_mode():
+            with torch.cuda.stream(stream):
+                decode_step(operators, rows)  # libraries make their workspaces at the first call, which no graph may hold
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads (rows being read, the watch over the peers) may do as they please meanwhile.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                decode_step(operators, rows)
+        return graph
+
+    def _run(self, num_rows: int) -> None:
+        self._graphs[next(bucket for bucket in self._buckets if bucket >= num_rows)].replay()
+
+
+def buckets_for(max_batch: int) -> tuple[int, ...]:
+    """The buckets that batches of up to `max_batch` rows need; larger batches than the last bucket get none."""
+    return tuple(bucket for idx, bucket in enumerate(BUCKETS) if idx == 0 or BUCKETS[idx - 1] < max_batch)

@@ -1,0 +1,107 @@
+"""How the operators of a GPU are strung together, with the torch twin in the place of each kernel: shapes, parts, windows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from comm.vocabulary import best_of_ranks, local_best
+from engine.graph import cuda_operators
+from engine.graph.cuda_operators import CudaOperators
+from engine.graph.operators import _exchange
+from engine.graph.row_state import RowState
+from engine.graph.step import TwinBurst
+from engine.rope import inverse_frequencies
+from kernels.advance_rows import advance_rows
+from kernels.decode_attention import decode_attention
+from kernels.gemv import gemv_twin
+from kernels.rms_norm import rms_norm
+from kernels.rotary import rotary_turns
+from tests.cpu.engine_harness import CPU, answer, request
+from tests.cpu.test_burst import prompts
+from tests.cpu.tiny import make_model, save_model
+
+
+class TwinGemv:
+    """Products as parts. `most_rows`: more are left to the library."""
+
+    def __init__(self, most_rows: int):
+        self._most_rows = most_rows
+        self.num_products = 0
+
+    def takes(self, x, weight, is_gate_up=False):
+        return x.shape[0] <= self._most_rows
+
+    def linear(self, x, weight, bias=None):
+        self.num_products += 1
+        whole = gemv_twin(x, dense(weight), bias, is_gate_up=False)
+        return torch.stack([whole / 2, whole / 4, whole / 4])
+
+    def gate_up(self, x, weight, bias=None):
+        return gemv_twin(x, dense(weight), bias, is_gate_up=True)
+
+
+def dense(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_dense() if weight.is_mkldnn else weight
+
+
+class TwinPeers:
+    """The fused norm, and the choice, of the ranks of a thread each."""
+
+    def __init__(self, comm):
+        self._comm = comm
+        self.collectives = self.vocabulary = self
+
+    def all_reduce_lamport_norm(self, x, residual, weight, eps, normed):
+        x = x if x.dim() == 2 else x[0] + x[1] + x[2]
+        residual += self._comm.all_reduce(x.contiguous())
+        return normed.copy_(rms_norm(residual, weight, eps))
+
+    def draw(self, logits, first_id, num_valid, options, values):
+        assert logits.dim() == 2
+        part = local_best(logits, first_id, num_valid, options)
+        best = best_of_ranks(_exchange(part, self._comm))
+        values.copy_(best.values)
+        return best.ids
+
+
+def twin_attention(step, max_context: int):
+    inv_freq = inverse_frequencies(step.config.rope, step.config.head_dim)
+    turns = rotary_turns(max_context, inv_freq, step.config.rope.attention_factor, step.dtype)
+
+    def launch(*tensors, norms, window):
+        decode_attention(*tensors, turns=turns, page_size=step.kv.page_size, norms=norms, window=window)
+
+    return SimpleNamespace(launch=launch)
+
+
+@pytest.mark.parametrize("size", (1, 2))
+@pytest.mark.parametrize("most_rows", (0, 2, 16))
+@pytest.mark.parametrize("has_attention", (True, False))
+@pytest.mark.parametrize("family", ("qwen2", "qwen3"))
+def test_the_wiring(family, has_attention, most_rows, size, tmp_path, monkeypatch):
+    def launch(kernel, *tensors):
+        advance_rows(*tensors)
+
+    monkeypatch.setattr(cuda_operators, "launch_advance_rows", launch)
+    monkeypatch.setattr(cuda_operators, "FUSED_ROWS", 3)
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1} if family == "qwen2" else {}
+    folder = save_model(make_model(family, max_position_embeddings=128, **windows), tmp_path)
+    gemvs = []
+
+    def bursts(replica):
+        step, max_context = replica.backend, replica.scheduler.limits.max_model_len
+        attention = twin_attention(step, max_context) if has_attention else None
+        gemvs.append(TwinGemv(most_rows))
+        operators = CudaOperators(step, replica.full_vocab, TwinPeers(replica.comm), attention, gemvs[-1], None)
+        return TwinBurst(operators, RowState(8, -(-max_context // step.kv.page_size), CPU, replica.comm.check))
+
+    # Lengths fall apart, so that steps of four, three, two rows and one are among them.
+    rows = lambda: [  # noqa: E731
+        request(text, idx, max_tokens=5 + 4 * idx, temperature=float(idx % 2)) for idx, text in enumerate(prompts(4))
+    ]
+    plain, run = answer(folder, rows(), size), answer(folder, rows(), size, bursts=bursts)
+    assert run.answers == plain.answers and run.stats.num_waits == 0
+    assert (gemvs[0].num_products > 0) == (most_rows > 0)

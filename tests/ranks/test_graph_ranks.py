@@ -1,0 +1,76 @@
+"""Captured decode steps of 2, 4 and 8 ranks against eager steps of the same ranks; 4 and 8 share GPUs and need MPS.
+
+`python -m pytest -q tests/ranks/test_graph_ranks.py`, about 30 s a degree.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.ranks_harness import run_ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+VOCAB = 1009
+
+
+def rows(count: int, max_tokens: int) -> list:
+    from tests.cpu.engine_harness import request
+
+    rng = random.Random(count)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 70))] for _ in range(count)]
+    return [request(prompt, idx, max_tokens=max_tokens, temperature=float(idx % 2)) for idx, prompt in enumerate(prompts)]
+
+
+def answer_in_turn(rank: int, size: int, folder: str) -> list:
+    """(tokens with graphs, tokens of eager steps, host waits with graphs, digest) of each case."""
+    from comm.choice import connect
+    from engine.loading import build_replica, draw_blueprint
+    from engine.loop import follow
+    from engine.settings import EngineSettings
+    from launch.devices import resolve_device
+    from launch.environment import Environment
+    from launch.world import World
+    from tests.cpu.engine_harness import Run, lead_all
+
+    environment = Environment.read()
+    world = World.from_environment(environment, resolve_device("cuda", environment, is_sharing=True))
+    comm = connect(world, "ipc")
+    replicas = []
+    for is_eager in (True, False):
+        settings = EngineSettings(
+            folder, device="cuda", dtype="float32", is_gpu_sharing=True, kv_memory_bytes=1 << 24, max_batch=9, is_eager=is_eager
+        )
+        replicas.append(build_replica(draw_blueprint(settings, world), world, comm))
+    assert replicas[1].burst_backend is not None, replicas[1].why_single
+    outcomes = []
+    for count, max_tokens in ((1, 60), (3, 40), (20, 25)):
+        runs = []
+        for replica in replicas:
+            run = Run(answers=[[] for _ in range(count)])
+            if rank:
+                assert follow(replica) == 0
+            else:
+                lead_all(replica, rows(count, max_tokens), run)
+            runs.append(run)
+        outcomes.append((runs[1].token_ids if rank == 0 else [], runs[0].token_ids if rank == 0 else [],
+                         runs[1].stats.num_waits, replicas[1].digest))  # fmt: skip
+    torch.cuda.synchronize()
+    comm.close()
+    return outcomes
+
+
+@pytest.mark.parametrize("size", (2, 4, 8))
+def test_tokens_are_those_of_eager_steps(size, tmp_path):
+    from tests.cpu.tiny import make_model, save_model
+
+    shape = {"vocab_size": VOCAB, "hidden_size": 256, "head_dim": 64, "intermediate_size": 200}
+    folder = save_model(make_model("qwen2", **shape), tmp_path)
+    ranks = run_ranks(size, answer_in_turn, str(folder), timeout_s=240)
+    for case in zip(*ranks):
+        tokens, wanted, waits, _ = case[0]
+        assert tokens == wanted and waits == 0
+        assert len({digest for *_, digest in case}) == 1
