@@ -115,8 +115,8 @@ def option(*names: str, **settings: object):
 @option("--no-generation-config", is_flag=True, help="Ignore the model's generation_config.json.")
 # Running
 @option("--device", default="auto", metavar="NAME", help="auto (cuda if there is one), cpu or cuda.")
-@option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
-        help="auto: bfloat16 on a GPU, float32 on a CPU.")
+@option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16", "fp8"]), default="auto",
+        help="auto: bfloat16 on a GPU, float32 on a CPU. fp8: matrices quantised at load, the rest as auto.")
 @option("--tp", type=click.IntRange(1), metavar="N", show_default="torchrun's", help="Check the number of ranks.")
 @option("--max-model-len", type=click.IntRange(2), metavar="N", show_default="model's", help="Most tokens of prompt and answer.")
 @option("--kv-memory", type=ByteSize(), show_default="CPU: 25 % of free memory; GPU: 90 % less weights", help="KV cache a rank.")

@@ -32,6 +32,7 @@ DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 class Blueprint:
     """All that is known before a weight is read. Making one has no cost and refuses what cannot work.
 
+    `dtype`: of activations, of the KV cache, and of all weights that are not FP8; `is_fp8`: whether the matrices are.
     `draft`: the draft model's own, as if it ran alone; None without one.
     """
 
@@ -44,6 +45,10 @@ class Blueprint:
     max_model_len: int
     notes: tuple[str, ...]
     draft: Blueprint | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.settings.dtype == "fp8"
 
 
 def draw_blueprint(settings: EngineSettings, world: World) -> Blueprint:
@@ -108,7 +113,7 @@ def _open_model(settings: EngineSettings) -> tuple[ModelConfig, Checkpoint | Non
 
 def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> tuple[torch.dtype, tuple[str, ...]]:
     """The dtype of weights and activations, and what a user should know about the choice."""
-    if asked == "auto":
+    if asked in ("auto", "fp8"):
         return (torch.bfloat16 if device.type == "cuda" else torch.float32), ()
     dtype = DTYPES[asked]
     if dtype is torch.float16 and device.type == "cpu":
@@ -143,8 +148,8 @@ def load_blueprint_weights(blueprint: Blueprint, progress: Callable[[int, int], 
     """This rank's weights, read or random. `progress(done_bytes, total_bytes)`."""
     if blueprint.checkpoint is None:
         seed = blueprint.settings.dummy_seed
-        return dummy_weights(blueprint.config, blueprint.plan, blueprint.dtype, blueprint.device, seed)
-    return load_weights(blueprint.checkpoint, blueprint.plan, blueprint.dtype, blueprint.device, progress)
+        return dummy_weights(blueprint.config, blueprint.plan, blueprint.dtype, blueprint.device, seed, blueprint.is_fp8)
+    return load_weights(blueprint.checkpoint, blueprint.plan, blueprint.dtype, blueprint.device, progress, blueprint.is_fp8)
 
 
 def scheduler_limits(blueprint: Blueprint, num_pages: int) -> Limits:

@@ -16,8 +16,8 @@ DEFAULT_KV_SHARE_GPU = 0.90  # of the GPU's memory, weights included
 class EngineSettings:
     """How to load and run a model.
 
-    `model`: a folder, or with `load_format="dummy"` a named shape such as `qwen2.5-7b`. `dtype`: `auto`, `float32`, `bfloat16` or
-    `float16`. `kv_memory_bytes`: KV cache of one rank; None chooses from what is free. `max_step_tokens`: the prefill chunk.
+    `model`: a folder, or with `load_format="dummy"` a named shape such as `qwen2.5-7b`. `dtype`: `auto`, `float32`, `bfloat16`,
+    `float16`, or `fp8` for matrices in FP8 beside the activations that `auto` means. `kv_memory_bytes`: KV cache of one rank; None chooses from what is free. `max_step_tokens`: the prefill chunk.
     `comm`: `auto` or one of `launch.comm_policy.NAMES`. `is_gpu_sharing`: more ranks than GPUs are dealt to the GPUs in turn, and
     each takes its part of the memory; for tests, under MPS.
     `None` in `max_model_len` means the model's own limit. `is_ngram` or `draft_model` (a folder or shape, like `model`) switch

@@ -25,7 +25,7 @@ def summary_lines(
     kv_tokens = pool.num_pages * pool.page_size
     facts = {
         "model": f"{blueprint.settings.model} ({config.family}, {config.num_layers} layers, hidden {config.hidden_size})",
-        "dtype": f"{str(blueprint.dtype).removeprefix('torch.')} on {blueprint.device}",
+        "dtype": describe_dtype(blueprint),
         "threads": f"{threads.number} a rank ({threads.reason})",
         "tensor parallel": f"{plan.size} ({plan.padding_summary or 'no padding'})",
         "vocabulary": f"{config.full_vocab} ({frontend.num_ids} used), {plan.local_vocab * plan.size} with padding",
@@ -42,6 +42,11 @@ def summary_lines(
     warnings = blueprint.checkpoint.warnings if blueprint.checkpoint is not None else []
     notes = [*warnings, *blueprint.notes, *frontend.defaults.notes]
     return ["doorbell:", *lines, *(f"  note: {note}" for note in notes)]
+
+
+def describe_dtype(blueprint: Blueprint) -> str:
+    dtype = str(blueprint.dtype).removeprefix("torch.")
+    return f"{f'fp8 matrices, {dtype}' if blueprint.is_fp8 else dtype} on {blueprint.device}"
 
 
 def describe_comm(comm: Communicator) -> dict[str, str]:
