@@ -127,6 +127,8 @@ def option(*names: str, **settings: object):
 @option("--comm", type=click.Choice(["auto", *NAMES]), default="auto",
         help="All-reduce between the ranks. auto: on GPUs ipc, else nvshmem, nccl, gloo; on CPUs one_shot, else gloo.")
 @option("--share-gpus", is_flag=True, help="Deal more ranks than GPUs to the GPUs there are; for tests, under MPS, without NCCL.")
+@option("--shard-of", type=click.IntRange(1), metavar="N", show_default="off",
+        help="Measure one rank of N in one process: rank 0's shard, no communication, meaningless answers.")
 @option("--eager", is_flag=True, help="Plain torch steps: the only backend on a CPU, the reference on a GPU.")
 @option("--threads", type=click.IntRange(1), metavar="N", show_default="cores / ranks", help="CPU threads a rank.")
 # Speculation

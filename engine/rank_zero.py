@@ -106,6 +106,7 @@ class RankZero:
             "tokenizer": self.frontend.text.fingerprint,
             "dtype": "fp8" if blueprint.is_fp8 else str(blueprint.dtype),
             "max_model_len": blueprint.max_model_len,
+            **({} if options.shard_of is None else {"shard_of": options.shard_of}),
         }
         settings = {
             "prompt_field": options.prompt_field,

@@ -17,7 +17,7 @@ class Staging:
         self._turn = 0
 
     def put(self, out: torch.Tensor, block: torch.Tensor) -> None:
-        """Copy `block`, in host memory and contiguous, to `out` on the GPU, of the same shape and any dtype and strides.
+        """Copy `block`, in host memory, to `out` on the GPU, of the same shape. Either may be of any dtype and strides.
 
         *Stream*: queued on torch's current stream; `block` may be reused at once, `out` only on that stream. *Numbers*: converted
         on the GPU, rounded to nearest even.

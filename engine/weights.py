@@ -1,7 +1,7 @@
 """The weights one rank holds, in the layout the step backends want, and how they get there.
 
-Every matrix is a plain contiguous `[out, in]` tensor, or FP8 (`kernels/quantize.py`). Query, key and value projections are fused into one, and
-so are gate and up. Padding is zeros, laid down once when the tensor is allocated.
+Every matrix is a plain contiguous `[out, in]` tensor, or FP8 (`kernels/quantize.py`). Query, key and value
+projections are fused into one, and so are gate and up. Padding is zeros, laid down once when the tensor is allocated.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def dummy_weights(
 ) -> ModelWeights:
     """Random weights of the right shapes: normal with deviation 0.02, norms 1, padding 0. No files are read.
 
-    Made on `device`. The values depend on `seed`, the rank and the kind of device, so a different world size is a different model;
-    for measuring speed and memory. `is_fp8`: as for `load_weights`.
+    Made on `device`. The values depend on `seed`, the rank and the kind of device, so a different world size is a
+    different model; for measuring speed and memory. `is_fp8`: as for `load_weights`, with the first scale that will do.
     """
     generator = torch.Generator(device).manual_seed(seed * 1_000_003 + plan.rank)
 

@@ -1,8 +1,8 @@
 """Weight-only FP8: e4m3 values with one fp32 scale per output row. Plain torch, on any device.
 
 The smallest scale that saturates nothing is the row's largest magnitude / 448. A larger one, up to twice that, only moves the
-weights within the binades of the format, but where a row's bulk lies in a binade matters: the best of 16 scales has 15 % less squared
-error, and the perplexity of a 135M model rises by 0.2 % instead of 2.1 %.
+weights within the binades of the format, but where a row's bulk lies in a binade matters: the best of 16 scales has 15 % less
+squared error, and the perplexity of a 135M model rises by 0.2 % instead of 2.1 %.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # the largest finite e4m3 value
 NUM_SCALES = 16  # tried for a row
 SAMPLE_COLUMNS = 4096  # of a row, more or less, on which scales are compared
-# Rows are taken in blocks of about this many elements: on a GPU so that launches cost little, on a CPU so that they stay in cache.
+# Rows are taken in blocks of about this many elements: on a GPU so that launches cost little, on a CPU so that they stay in
+# cache.
 BLOCK_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 18}
 _TINY = torch.finfo(torch.float32).tiny  # keeps the scale of a row of zeros from being 0
 
@@ -52,8 +53,8 @@ def quantize(weight: torch.Tensor, workspace: torch.Tensor | None = None, num_sc
     `num_scales`: how many scales to choose from, a row; 1 takes the smallest, for weights that do not matter.
 
     *Numbers*: rounded to the nearest even e4m3 of `weight / scale` in fp32. A row with NaN or infinity comes out as NaN: it shows
-    in the logits, where it is noticed. *Cost*: the result and a few blocks in fp32, no memory of the size of `weight`; about 10 passes over it,
-    and as many over the sampled columns for each scale.
+    in the logits, where it is noticed. *Cost*: the result and a few blocks in fp32, no memory of the size of `weight`; about 10
+    passes over it, and as many over the sampled columns for each scale.
     """
     data = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
@@ -66,7 +67,7 @@ def quantize(weight: torch.Tensor, workspace: torch.Tensor | None = None, num_sc
 
 def _best_scales(block: torch.Tensor, num_scales: int) -> torch.Tensor:
     """fp32 `[rows]`: of `num_scales` scales over an octave, the one with the least squared error on a sample of the columns."""
-    smallest = (block.abs().amax(dim=1) / FP8_MAX).clamp_min_(_TINY)
+    smallest = (block.abs().amax(dim=1) * (1 / FP8_MAX)).clamp_min_(_TINY)  # a quotient by a number is one on a CPU only
     if num_scales == 1:
         return smallest
     sample = block[:, :: max(1, block.shape[1] // SAMPLE_COLUMNS)]
@@ -81,14 +82,16 @@ def _best_scales(block: torch.Tensor, num_scales: int) -> torch.Tensor:
 
 
 def _rounding_error(x: torch.Tensor) -> torch.Tensor:
-    """Root of the summed squares, a row, of what rounding to 4 significant bits takes from `x`: e4m3 but for the subnormals, and
-    several times as fast as the conversion. *Source*: Veltkamp's splitting (Dekker 1971)."""
+    """What rounding to 4 significant bits takes from `x`: root of the summed squares of each row.
+
+    That is e4m3 but for its subnormals, and several times as fast. *Source*: Veltkamp's splitting (Dekker 1971).
+    """
     shifted = x * (2.0**20 + 1.0)
     return torch.linalg.vector_norm((shifted - (shifted - x)).sub_(x), dim=1)
 
 
 def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> torch.Tensor:
-    """A new `[out, in]` in `dtype`: what the matrix stands for. *Numbers*: the fp32 product of value and scale, rounded once."""
+    """What the matrix stands for, a new `[out, in]` in `dtype`. *Numbers*: value times scale in fp32, rounded once."""
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for rows in _blocks(weight):
         out[rows] = weight.data[rows].float().mul_(weight.scale[rows, None]).to(dtype)

@@ -44,7 +44,7 @@ def test_values_move_by_half_a_step_at_most(dtype, block, monkeypatch):
     found = quantize(weight)
     assert torch.equal(weight, before)
     assert (found.data.dtype, found.scale.dtype, found.shape) == (FP8, torch.float32, weight.shape)
-    smallest = weight.float().abs().amax(1) / 448
+    smallest = weight.float().abs().amax(1) * (1 / 448)
     assert ((smallest <= found.scale) & (found.scale < 2 * smallest)).all()
     bound = (weight.double().abs() * HALF_STEP).clamp_min(SMALLEST_STEP / 2 * found.scale.double()[:, None])
     moved = (dequantize(found, torch.float32).double() - weight.double()).abs()
@@ -57,7 +57,7 @@ def test_the_best_scale_of_several_is_taken():
     weight = rand(50, 300)
     errors = [(dequantize(quantize(weight, None, number), torch.float32) - weight).square().sum(1) for number in (1, 16)]
     assert (errors[1] <= errors[0]).all() and errors[1].sum() < 0.92 * errors[0].sum()
-    assert torch.equal(quantize(weight, None, 1).scale, weight.abs().amax(1) / 448)
+    assert torch.equal(quantize(weight, None, 1).scale, weight.abs().amax(1) * (1 / 448))
 
 
 def test_columns_are_sampled_in_wide_rows(monkeypatch):
@@ -161,8 +161,8 @@ def chunks() -> list[list[int]]:
 @pytest.mark.slow
 def test_perplexity_of_a_real_model(chunks):
     def perplexity(dtype: str) -> float:
-        run = answer(MODEL, [request(ids, prompt_logprobs=0, max_tokens=1) for ids in chunks], dtype=dtype, kv_memory_bytes=1 << 28,
-                     threads=2)  # fmt: skip
+        requests = [request(ids, prompt_logprobs=0, max_tokens=1) for ids in chunks]
+        run = answer(MODEL, requests, dtype=dtype, kv_memory_bytes=1 << 28)
         values = [entry.logprob for answers in run.answers for entry in answers[0].prompt_logprobs[1:]]
         assert len(values) == 5 * 511
         return math.exp(-sum(values) / len(values))
