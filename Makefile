@@ -20,12 +20,20 @@ COMPILER := $(VENV)/.doorbell-compiler-installed
 # Calls of a soak, and what it is started through: needed where ranks share a GPU.
 CALLS    ?= 1000000
 MPS      ?= sh launch/with_mps.sh
+# The case of bench-decode; SHARD_OF=8 measures one rank of 8 in one process, EAGER=1 does without graphs.
+DTYPE    ?= bf16
+BATCH    ?= 1
+PROMPT   ?= 512
+SHARD_OF ?=
+EAGER    ?=
+# $(call one-of,NAME,values): refuse other values of a variable, and say which there are.
+one-of    = $(if $(filter-out $(2),$($(1))),$(error $(1)=$($(1)) is not possible; it may be one of: $(2)))
 # The GPU to compile for.
 ARCH     ?= sm_90a
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test test-gpu test-ranks memcheck lint kernels bench-comm bench-signal bench-soak bench-attention bench-cpu \
-	clean
+.PHONY: help setup model demo test test-gpu test-ranks memcheck lint kernels bench-comm bench-signal bench-soak bench-attention bench-decode \
+	bench-cpu clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -81,6 +89,16 @@ bench-soak:  ## On a machine with GPUs: CALLS= checked all-reduces on TP= ranks 
 
 bench-attention:  ## On a machine with a GPU: decode attention beside torch's
 	$(PYTHON) -m engine.bench.attention --record results/decode_attention.jsonl
+
+bench-decode: MODEL := qwen2.5-7b
+bench-decode: TP := 1
+bench-decode: OUTPUT := 129
+bench-decode: MPS :=
+bench-decode:  ## On a machine with GPUs: ms a token; MODEL= TP= DTYPE= BATCH= PROMPT= OUTPUT= SHARD_OF= EAGER=1, MPS= where ranks share a GPU
+	$(call one-of,DTYPE,bf16 fp8 fp32)$(call one-of,EAGER,1)$(call one-of,TP,1 2 3 4 5 6 7 8)
+	$(MPS) $(PYTHON) $(if $(filter 1,$(TP)),,-m torch.distributed.run --standalone --nproc-per-node $(TP)) -m engine.bench.decode \
+	  --model $(MODEL) --dtype $(DTYPE) --batch $(BATCH) --prompt $(PROMPT) --output $(OUTPUT) \
+	  $(if $(SHARD_OF),--shard-of $(SHARD_OF)) $(if $(EAGER),--eager) --record results/decode.jsonl
 
 bench-cpu: model  ## Decode and prefill against transformers on the default model, batch 1 and 8
 	$(BIN)/python -m engine.bench.cpu --model $(MODEL) --record results/cpu.jsonl

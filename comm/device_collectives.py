@@ -18,11 +18,11 @@ import torch
 from comm.device_vocabulary import vocabulary_regions
 from comm.device_watch import DeviceWatch, WatchParams
 from comm.heap import DeviceHeap, Layout, Region
+from kernels.elements import ELEMS
 
 SOURCES = Path(__file__).parent / "cuda"
 MAX_RANKS = 8
 UNIT_BYTES, PACKET_BYTES = 8, 16
-ELEMS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 LAMPORT_CTAS, LAMPORT_THREADS = 64, 256
 CTA_PACKETS = 2048  # of one CTA and source
 SENTINEL_CTAS, CTA_VECTORS = 128, 1024

@@ -12,19 +12,19 @@ Under torchrun every rank runs the same script and makes the same calls; every r
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
 
-from comm.choice import connect
 from engine.completion import Completion
 from engine.drafts.loading import build_speculation
 from engine.drafts.speculation import DraftStats
 from engine.frontend import Frontend, checked_seed
 from engine.leader import Leader
-from engine.loading import build_replica, draw_blueprint
+from engine.loading import build_replica, draw_blueprint, open_communicator
 from engine.loop import ListSource, RunStats, follow, lead
 from engine.options import check_params, parse_options
 from engine.prepare import fresh_seed
@@ -59,7 +59,8 @@ class Engine:
     """A loaded model. *Collective*: construct, call and close it on every rank alike.
 
     `model` and the keywords are the fields of `EngineSettings`. `sampling`: options for all prompts, over the model's own
-    generation_config.json (which `use_generation_config=False` ignores).
+    generation_config.json (which `use_generation_config=False` ignores). `blueprint`: what was made of them. `run_s`: on rank 0,
+    seconds of the last `generate` from its first step to its last answer.
     *Raises* `DoorbellError` subclasses that name the cause.
     """
 
@@ -76,9 +77,9 @@ class Engine:
         device = resolve_device(self.settings.device, environment, self.settings.is_gpu_sharing)
         world = World.from_environment(environment, device)
         torch.set_num_threads(choose_threads(environment, self.settings.threads).number)
-        blueprint = draw_blueprint(self.settings, world)
+        self.blueprint = blueprint = draw_blueprint(self.settings, world)
         self._frontend = Frontend.load(blueprint, sampling or {}, use_generation_config) if world.rank == 0 else None
-        self.comm = connect(world, self.settings.comm)
+        self.comm = open_communicator(self.settings, world)
         if self.comm.watch is not None:
             self.comm.watch.start()
         self._speculation = None if self._frontend is None else build_speculation(blueprint, self._frontend.num_ids)
@@ -89,11 +90,17 @@ class Engine:
             limits = self._replica.scheduler.limits
             self._leader = Leader(self._frontend.text, limits.max_model_len, self._frontend.num_ids, self._speculation)
         self.stats = RunStats()
+        self.run_s = 0.0
 
     @property
     def draft_stats(self) -> DraftStats | None:
         """How speculation has gone so far; on rank 0, None without it."""
         return None if self._speculation is None else self._speculation.stats
+
+    @property
+    def backend(self) -> str:
+        """What decode steps run on: `graph` or `eager`."""
+        return "eager" if getattr(self._replica, "burst_backend", None) is None else "graph"
 
     def generate(
         self, prompts: Sequence[Prompt], params: Params | Sequence[Params] | None = None, seed: int | None = None
@@ -122,7 +129,9 @@ class Engine:
             if code != EXIT_OK:
                 raise DoorbellError(f"rank 0 ended the run with exit code {code}")
             return pickle.loads(bytes.fromhex(self.comm.broadcast_object()))
+        started = time.perf_counter()
         lead(self._replica, self._leader, ListSource(requests), self.stats, look_ahead=max(1, len(requests)))
+        self.run_s = time.perf_counter() - started
         answers = [Result(tuple(request.prompt_ids), tuple(results[i])) for i, request in enumerate(requests)]
         if self.comm.size > 1:
             self.comm.broadcast_object(pickle.dumps(answers).hex())

@@ -8,7 +8,7 @@ nothing is guessed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +25,11 @@ FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LEFTOVER_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers old exporters wrote; computed from the config here
 SAMPLE_BYTES = 1024  # from the middle of a tensor: training changes every value of what it changes
+BLOCK_BYTES = 32 << 20  # read at a time: what a rank holds in host memory beside its shard
 COMPARE_ROWS = 2048  # rows of the head compared at a time: a few tens of MB for the widest tied model
+
+
+Put = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 @dataclass
@@ -70,19 +74,27 @@ class Checkpoint:
             digest.update(_sample(info))
         return digest.hexdigest()[:16]
 
-    def read_pieces(self, name: str, axis: int, pieces: Sequence[tuple[int, int, int]], out: torch.Tensor) -> None:
+    def read_pieces(
+        self, name: str, axis: int, pieces: Sequence[tuple[int, int, int]], out: torch.Tensor, put: Put = torch.Tensor.copy_
+    ) -> None:
         """Copy slices of tensor `name` along `axis` (0 or 1) into `out`, converting dtype and moving to its device.
 
         `pieces`: `(start in out, start in the tensor, length)` along `axis`; the other dimension is taken whole.
-        *Cost*: touches only the pages of the file that hold the slices, and lets go of them before it returns.
+        `put(part of out, block)`: how a block in host memory gets there. *Cost*: touches only the pages of the file that hold the
+        slices, in blocks of `BLOCK_BYTES`, and lets go of them before it returns.
         """
         info = self.tensors[name]
         try:
             with safe_open(info.path, framework="pt") as file:
                 source = file.get_slice(name)
                 for start, begin, length in pieces:
-                    part = source[begin : begin + length] if axis == 0 else source[:, begin : begin + length]
-                    out.narrow(axis, start, length).copy_(part)
+                    target = out.narrow(axis, start, length)
+                    for rows in _row_blocks(target):
+                        if axis == 0:
+                            block = source[begin + rows.start : begin + rows.stop]
+                        else:
+                            block = source[rows, begin : begin + length]
+                        put(target[rows], block)
         except Exception as error:  # safetensors raises its own type, and OSError when the file vanished
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -147,6 +159,14 @@ class Checkpoint:
                     f"{info.path}: the tensor {name} has the shape {list(info.shape)}, but config.json asks for "
                     f"{list(shape)}"
                 )
+
+
+def _row_blocks(target: torch.Tensor) -> Iterator[slice]:
+    """Rows of `target` in runs of at most `BLOCK_BYTES`, if its elements had the 4 bytes of fp32; at least one a run."""
+    row_bytes = 4 * target[0].numel() if target.shape[0] else 1
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    for first in range(0, target.shape[0], step):
+        yield slice(first, min(first + step, target.shape[0]))
 
 
 def _sample(info: TensorInfo) -> bytes:

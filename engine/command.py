@@ -50,6 +50,7 @@ class CommandOptions:
     no_prefix_reuse: bool
     comm: str
     share_gpus: bool
+    shard_of: int | None
     eager: bool
     threads: int | None
     is_ngram: bool
@@ -80,6 +81,7 @@ class CommandOptions:
             dtype=self.dtype,
             comm=self.comm,
             is_gpu_sharing=self.share_gpus,
+            shard_of=self.shard_of,
             max_model_len=self.max_model_len,
             kv_memory_bytes=self.kv_memory,
             max_batch=self.max_batch,

@@ -18,6 +18,7 @@ from engine.rope import inverse_frequencies
 from engine.shard_plan import ShardPlan
 from engine.step_batch import StepBatch
 from engine.weights import LayerWeights, ModelWeights
+from kernels.embed import embed
 from kernels.kv_write import kv_write
 from kernels.linear import linear
 from kernels.paged_attention import GroupPlan, RowPlan, group_rows, paged_attention, plan_row
@@ -80,10 +81,7 @@ class EagerStep:
         """Rows of the vocabulary-parallel embedding: each rank looks up what it holds and zeros the rest."""
         if self.comm.size == 1:
             return F.embedding(token_ids, self.weights.embedding)
-        begin, end = self.plan.vocab_range
-        is_foreign = (token_ids < begin) | (token_ids >= end)
-        x = F.embedding((token_ids - begin).masked_fill_(is_foreign, 0), self.weights.embedding)
-        return self.comm.all_reduce(x.masked_fill_(is_foreign[:, None], 0.0))
+        return self.comm.all_reduce(embed(token_ids, self.weights.embedding, *self.plan.vocab_range))
 
     def _attention(self, layer_idx: int, layer: LayerWeights, step: StepPlan, x: torch.Tensor) -> torch.Tensor:
         num_q, num_kv, head_dim = self.plan.local_q_heads, self.plan.local_kv_heads, self.config.head_dim

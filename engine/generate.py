@@ -115,8 +115,8 @@ def option(*names: str, **settings: object):
 @option("--no-generation-config", is_flag=True, help="Ignore the model's generation_config.json.")
 # Running
 @option("--device", default="auto", metavar="NAME", help="auto (cuda if there is one), cpu or cuda.")
-@option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
-        help="auto: bfloat16 on a GPU, float32 on a CPU.")
+@option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16", "fp8"]), default="auto",
+        help="auto: bfloat16 on a GPU, float32 on a CPU. fp8: matrices quantised at load, the rest as auto.")
 @option("--tp", type=click.IntRange(1), metavar="N", show_default="torchrun's", help="Check the number of ranks.")
 @option("--max-model-len", type=click.IntRange(2), metavar="N", show_default="model's", help="Most tokens of prompt and answer.")
 @option("--kv-memory", type=ByteSize(), show_default="CPU: 25 % of free memory; GPU: 90 % less weights", help="KV cache a rank.")
@@ -127,6 +127,8 @@ def option(*names: str, **settings: object):
 @option("--comm", type=click.Choice(["auto", *NAMES]), default="auto",
         help="All-reduce between the ranks. auto: on GPUs ipc, else nvshmem, nccl, gloo; on CPUs one_shot, else gloo.")
 @option("--share-gpus", is_flag=True, help="Deal more ranks than GPUs to the GPUs there are; for tests, under MPS, without NCCL.")
+@option("--shard-of", type=click.IntRange(1), metavar="N", show_default="off",
+        help="Measure one rank of N in one process: rank 0's shard, no communication, meaningless answers.")
 @option("--eager", is_flag=True, help="On a GPU: plain torch steps, no graphs.")
 @option("--threads", type=click.IntRange(1), metavar="N", show_default="cores / ranks", help="CPU threads a rank.")
 # Speculation

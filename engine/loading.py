@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 
+from comm.choice import connect
 from comm.communicator import Communicator
+from comm.loopback import LoopbackCommunicator
 from engine.checkpoint import Checkpoint
 from engine.config import ModelConfig, load_config
 from engine.eager import EagerStep
@@ -33,6 +35,7 @@ DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 class Blueprint:
     """All that is known before a weight is read. Making one has no cost and refuses what cannot work.
 
+    `dtype`: of activations, of the KV cache, and of all weights that are not FP8; `is_fp8`: whether the matrices are.
     `draft`: the draft model's own, as if it ran alone; None without one.
     """
 
@@ -46,6 +49,10 @@ class Blueprint:
     notes: tuple[str, ...]
     draft: Blueprint | None = None
 
+    @property
+    def is_fp8(self) -> bool:
+        return self.settings.dtype == "fp8"
+
 
 def draw_blueprint(settings: EngineSettings, world: World) -> Blueprint:
     """Check everything that can be checked without reading weights. Same outcome on every rank.
@@ -53,8 +60,9 @@ def draw_blueprint(settings: EngineSettings, world: World) -> Blueprint:
     *Raises* `ModelError` or `UsageError` naming what is wrong.
     """
     check_speculation(settings)
+    check_shard_of(settings, world)
     config, checkpoint = _open_model(settings)
-    plan = ShardPlan.make(config, world.size, world.rank)
+    plan = ShardPlan.make(config, settings.shard_of or world.size, world.rank)
     device = torch.device(world.device)
     dtype, notes = choose_dtype(settings.dtype, config, device)
     max_model_len = settings.max_model_len or config.max_positions
@@ -63,7 +71,7 @@ def draw_blueprint(settings: EngineSettings, world: World) -> Blueprint:
             f"--max-model-len {max_model_len} is past the model's limit of {config.max_positions} positions; "
             "a longer context needs a rope scaling entry (such as yarn) in the model's config.json"
         )
-    notes += config.notes + (() if checkpoint is None else tuple(checkpoint.notes))
+    notes += _shard_notes(settings) + config.notes + (() if checkpoint is None else tuple(checkpoint.notes))
     draft = _draw_draft(settings, device, max_model_len)
     return Blueprint(settings, config, plan, checkpoint, device, dtype, max_model_len, notes, draft)
 
@@ -80,13 +88,42 @@ def check_speculation(settings: EngineSettings) -> None:
         raise UsageError("--draft-kv-memory goes with --draft-model")
 
 
+def check_shard_of(settings: EngineSettings, world: World) -> None:
+    """*Raises* `UsageError` where `shard_of` does not go with the way the processes were started."""
+    if settings.shard_of is None:
+        return
+    if settings.shard_of < 1:
+        raise UsageError(f"--shard-of must be a number of ranks from 1 on, not {settings.shard_of}")
+    if world.size > 1:
+        raise UsageError(f"--shard-of computes one shard in a single process, but torchrun started {world.size}")
+    if settings.is_gpu_sharing:
+        raise UsageError("--shard-of computes one shard in a single process; it has no GPU to share")
+
+
+def _shard_notes(settings: EngineSettings) -> tuple[str, ...]:
+    if settings.shard_of is None:
+        return ()
+    return (
+        f"--shard-of {settings.shard_of}: this process computes the shard of rank 0 of {settings.shard_of} and adds nothing from "
+        "the others, so its answers are meaningless; only its times and memory are those of a rank, without communication",
+    )
+
+
+def open_communicator(settings: EngineSettings, world: World) -> Communicator:
+    """The way to the peers that the settings ask for. *Collective*. *Raises* as `comm.choice.connect`."""
+    if settings.shard_of is not None:
+        return LoopbackCommunicator(settings.shard_of)
+    return connect(world, settings.comm)
+
+
 def _draw_draft(settings: EngineSettings, device: torch.device, max_model_len: int) -> Blueprint | None:
     """The draft model is loaded like the target (format, device, dtype), but whole, on one rank."""
     if settings.draft_model is None:
         return None
     own = replace(
-        settings, model=settings.draft_model, max_model_len=None, draft_model=None, num_drafts=None, draft_kv_memory_bytes=None
-    )
+        settings, model=settings.draft_model, max_model_len=None, draft_model=None, num_drafts=None, draft_kv_memory_bytes=None,
+        shard_of=None,
+    )  # fmt: skip
     try:
         draft = draw_blueprint(own, World(device=device))
     except (ModelError, UsageError) as error:
@@ -109,7 +146,7 @@ def _open_model(settings: EngineSettings) -> tuple[ModelConfig, Checkpoint | Non
 
 def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> tuple[torch.dtype, tuple[str, ...]]:
     """The dtype of weights and activations, and what a user should know about the choice."""
-    if asked == "auto":
+    if asked in ("auto", "fp8"):
         return (torch.bfloat16 if device.type == "cuda" else torch.float32), ()
     dtype = DTYPES[asked]
     if dtype is torch.float16 and device.type == "cpu":
@@ -161,8 +198,8 @@ def load_blueprint_weights(blueprint: Blueprint, progress: Callable[[int, int], 
     """This rank's weights, read or random. `progress(done_bytes, total_bytes)`."""
     if blueprint.checkpoint is None:
         seed = blueprint.settings.dummy_seed
-        return dummy_weights(blueprint.config, blueprint.plan, blueprint.dtype, blueprint.device, seed)
-    return load_weights(blueprint.checkpoint, blueprint.plan, blueprint.dtype, blueprint.device, progress)
+        return dummy_weights(blueprint.config, blueprint.plan, blueprint.dtype, blueprint.device, seed, blueprint.is_fp8)
+    return load_weights(blueprint.checkpoint, blueprint.plan, blueprint.dtype, blueprint.device, progress, blueprint.is_fp8)
 
 
 def scheduler_limits(blueprint: Blueprint, num_pages: int) -> Limits:

@@ -54,6 +54,7 @@ def kv_budget_bytes(settings: EngineSettings, device: torch.device, local_ranks:
     if settings.kv_memory_bytes is not None:
         return settings.kv_memory_bytes
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading needed and let go of is free as well
         free, total = torch.cuda.mem_get_info(device)
         sharers = -(-local_ranks // torch.cuda.device_count()) if settings.is_gpu_sharing else 1
         return int(free - (1.0 - DEFAULT_KV_SHARE_GPU) * total) // sharers

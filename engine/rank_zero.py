@@ -104,8 +104,9 @@ class RankZero:
             "config": blueprint.config.fingerprint,
             "weights": f"dummy {blueprint.settings.dummy_seed}" if checkpoint is None else checkpoint.fingerprint,
             "tokenizer": self.frontend.text.fingerprint,
-            "dtype": str(blueprint.dtype),
+            "dtype": "fp8" if blueprint.is_fp8 else str(blueprint.dtype),
             "max_model_len": blueprint.max_model_len,
+            **({} if options.shard_of is None else {"shard_of": options.shard_of}),
         }
         settings = {
             "prompt_field": options.prompt_field,

@@ -13,10 +13,9 @@ import traceback
 
 import torch
 
-from comm.choice import connect
 from comm.communicator import Communicator
 from engine.command import CommandOptions
-from engine.loading import Blueprint, build_replica, draw_blueprint
+from engine.loading import Blueprint, build_replica, draw_blueprint, open_communicator
 from engine.loop import Interrupted, follow, lead
 from engine.rank_zero import RankZero
 from launch.devices import resolve_device
@@ -93,11 +92,11 @@ class RankRun:
             return self.rank_zero.dry_run() if self.rank_zero else EXIT_OK
         if self.rank_zero is not None:
             self.rank_zero.open()
-        self._connect(world)
+        self._connect(blueprint, world)
         return self._generate(world, blueprint, threads)
 
-    def _connect(self, world: World) -> None:
-        self.comm = connect(world, self.options.comm)
+    def _connect(self, blueprint: Blueprint, world: World) -> None:
+        self.comm = open_communicator(blueprint.settings, world)
         if self.comm.watch is not None:
             self.comm.watch.start(self._on_lost)
 

@@ -16,10 +16,12 @@ DEFAULT_KV_SHARE_GPU = 0.90  # of the GPU's memory, weights included
 class EngineSettings:
     """How to load and run a model.
 
-    `model`: a folder, or with `load_format="dummy"` a named shape such as `qwen2.5-7b`. `dtype`: `auto`, `float32`, `bfloat16` or
-    `float16`. `kv_memory_bytes`: KV cache of one rank; None chooses from what is free. `max_step_tokens`: the prefill chunk.
+    `model`: a folder, or with `load_format="dummy"` a named shape such as `qwen2.5-7b`. `dtype`: `auto`, `float32`, `bfloat16`,
+    `float16`, or `fp8` for matrices in FP8 beside the activations that `auto` means. `kv_memory_bytes`: KV cache of one rank;
+    None chooses from what is free. `max_step_tokens`: the prefill chunk.
     `comm`: `auto` or one of `launch.comm_policy.NAMES`. `is_gpu_sharing`: more ranks than GPUs are dealt to the GPUs in turn, and
     each takes its part of the memory; for tests, under MPS.
+    `shard_of`: compute what rank 0 of so many ranks would, alone; the output means nothing.
     `None` in `max_model_len` means the model's own limit. `is_ngram` or `draft_model` (a folder or shape, like `model`) switch
     speculation on, with at most `num_drafts` guessed tokens a row and step (None: 4); `draft_kv_memory_bytes`: KV cache of the
     draft model, on rank 0. `is_eager`: no graphs and no bursts on a GPU; a CPU has none anyway.
@@ -31,6 +33,7 @@ class EngineSettings:
     dtype: str = "auto"
     comm: str = "auto"
     is_gpu_sharing: bool = False
+    shard_of: int | None = None
     max_model_len: int | None = None
     kv_memory_bytes: int | None = None
     max_batch: int = 32

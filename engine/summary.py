@@ -25,7 +25,7 @@ def summary_lines(
     kv_tokens = pool.num_pages * pool.page_size
     facts = {
         "model": f"{blueprint.settings.model} ({config.family}, {config.num_layers} layers, hidden {config.hidden_size})",
-        "dtype": f"{str(blueprint.dtype).removeprefix('torch.')} on {blueprint.device}",
+        "dtype": describe_dtype(blueprint),
         "threads": f"{threads.number} a rank ({threads.reason})",
         "tensor parallel": f"{plan.size} ({plan.padding_summary or 'no padding'})",
         "vocabulary": f"{config.full_vocab} ({frontend.num_ids} used), {plan.local_vocab * plan.size} with padding",
@@ -49,6 +49,11 @@ def describe_decode(replica: Replica) -> str:
     """How the tokens behind a prompt are computed."""
     backend = replica.burst_backend
     return f"one step at a time ({replica.why_single})" if backend is None else f"in bursts of {backend.description}"
+
+
+def describe_dtype(blueprint: Blueprint) -> str:
+    dtype = str(blueprint.dtype).removeprefix("torch.")
+    return f"{f'fp8 matrices, {dtype}' if blueprint.is_fp8 else dtype} on {blueprint.device}"
 
 
 def describe_comm(comm: Communicator) -> dict[str, str]:

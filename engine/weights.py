@@ -1,7 +1,7 @@
 """The weights one rank holds, in the layout the step backends want, and how they get there.
 
-Every matrix is a plain contiguous `[out, in]` tensor. Query, key and value projections are fused into one, and
-so are gate and up. Padding is zeros, laid down once when the tensor is allocated.
+Every matrix is a plain contiguous `[out, in]` tensor, or FP8 (`kernels/quantize.py`). Query, key and value
+projections are fused into one, and so are gate and up. Padding is zeros, laid down once when the tensor is allocated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from engine.checkpoint import Checkpoint, layer_tensor_name, model_rules
 from engine.config import ModelConfig
 from engine.families import TensorRule
 from engine.shard_plan import ShardPlan
-from kernels.linear import pack_linear
+from engine.staging import Staging
+from kernels.linear import Matrix, pack_linear
+from kernels.quantize import NUM_SCALES, Fp8Weight, quantize
 
 MATRICES = ("qkv", "o", "gate_up", "down")
 Progress = Callable[[int, int], None]
@@ -33,11 +35,11 @@ class LayerWeights:
     """
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    o: torch.Tensor
+    qkv: Matrix
+    o: Matrix
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Matrix
+    down: Matrix
     qkv_bias: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
@@ -57,11 +59,11 @@ class ModelWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all distinct tensors."""
+        """Bytes of all distinct tensors; the workspace of FP8 matrices is not among them."""
         tensors = [self.embedding, self.final_norm, self.head]
         for layer in self.layers:
             tensors += [t for t in (getattr(layer, f.name) for f in fields(layer)) if t is not None]
-        return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
+        return sum({id(t): _num_bytes(t) for t in tensors}.values())
 
     def pack(self) -> None:
         """Repack the matrices for speed where that helps (`kernels/linear.py`), one at a time, dropping the plain ones.
@@ -81,37 +83,35 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
+    is_fp8: bool = False,
 ) -> ModelWeights:
     """Read the slices of `checkpoint` that `plan`'s rank holds. Not collective.
 
-    `progress(done_bytes, total_bytes)` is called after each tensor, in bytes of this rank's shard. *Cost*: peak
-    host memory is the shard (on the CPU) plus the touched pages of one tensor, whatever dtype is converted to.
+    `is_fp8`: the `MATRICES` are quantised as they come, from `dtype`; the scales are those of this rank's slice of each row.
+    `progress(done_bytes, total_bytes)` is called after each field, in bytes of this rank's shard. *Cost*: peak
+    host memory is the shard (on the CPU) or 128 MiB of pinned buffers (for a GPU), plus the touched pages of one tensor and a
+    block of it, whatever dtype is converted to; device memory is the shard, and with `is_fp8` its largest matrix in `dtype`.
     *Raises* `ModelError` when a file turns out to be unreadable.
     """
     config = checkpoint.config
     if plan.rank == 0:
         checkpoint.check_ignored_head()
-    total = shard_bytes(config, plan, dtype)
-    done = 0
+    put = Staging(device).put if device.type == "cuda" else torch.Tensor.copy_
 
     def fill(name: str, rule: TensorRule, out: torch.Tensor) -> None:
-        nonlocal done
         axis, pieces = _placement(rule, out, plan)
-        checkpoint.read_pieces(name, axis, pieces, out)
-        done += out.numel() * out.element_size()
-        if progress is not None:
-            progress(done, total)
+        checkpoint.read_pieces(name, axis, pieces, out, put)
 
-    return _build(config, plan, dtype, device, fill)
+    return _build(config, plan, dtype, device, fill, NUM_SCALES if is_fp8 else 0, progress)
 
 
 def dummy_weights(
-    config: ModelConfig, plan: ShardPlan, dtype: torch.dtype, device: torch.device, seed: int = 0
+    config: ModelConfig, plan: ShardPlan, dtype: torch.dtype, device: torch.device, seed: int = 0, is_fp8: bool = False
 ) -> ModelWeights:
     """Random weights of the right shapes: normal with deviation 0.02, norms 1, padding 0. No files are read.
 
-    The values depend on `seed` and the rank, so a different world size is a different model; for measuring
-    speed and memory.
+    Made on `device`. The values depend on `seed`, the rank and the kind of device, so a different world size is a
+    different model; for measuring speed and memory. `is_fp8`: as for `load_weights`, with the first scale that will do.
     """
     generator = torch.Generator(device).manual_seed(seed * 1_000_003 + plan.rank)
 
@@ -123,15 +123,22 @@ def dummy_weights(
         for start, _, length in pieces:
             out.narrow(axis, start, length).normal_(0.0, DUMMY_STD, generator=generator)
 
-    return _build(config, plan, dtype, device, fill)
+    return _build(config, plan, dtype, device, fill, 1 if is_fp8 else 0)
 
 
-def shard_bytes(config: ModelConfig, plan: ShardPlan, dtype: torch.dtype) -> int:
+def shard_bytes(config: ModelConfig, plan: ShardPlan, dtype: torch.dtype, is_fp8: bool = False) -> int:
     """Bytes of weights on `plan`'s rank, padding included."""
     layer_rules, outer_rules = model_rules(config)
-    elements = sum(_num_elements(rule, config, plan) for rule in outer_rules)
-    elements += config.num_layers * sum(_num_elements(rule, config, plan) for rule in layer_rules)
-    return elements * dtype.itemsize
+
+    def num_bytes(rule: TensorRule) -> int:
+        if rule.is_partial_sum_bias and plan.rank != 0:
+            return 0
+        shape = torch.Size(_local_shape(rule, config, plan))
+        if is_fp8 and rule.field in MATRICES:
+            return shape.numel() + 4 * shape[0]
+        return shape.numel() * dtype.itemsize
+
+    return sum(map(num_bytes, outer_rules)) + config.num_layers * sum(map(num_bytes, layer_rules))
 
 
 def _build(
@@ -140,23 +147,40 @@ def _build(
     dtype: torch.dtype,
     device: torch.device,
     fill: Callable[[str, TensorRule, torch.Tensor], None],
+    num_scales: int = 0,
+    progress: Progress | None = None,
 ) -> ModelWeights:
-    """Allocate every field as zeros and let `fill(tensor name, rule, its part of the field)` write the real values."""
-    layer_rules, outer_rules = model_rules(config)
+    """Allocate every field as zeros and let `fill(tensor name, rule, its part of the field)` write the real values.
 
-    def build_fields(rules: list[TensorRule], tensor_name: Callable[[TensorRule], str]) -> dict[str, torch.Tensor]:
-        built: dict[str, torch.Tensor] = {}
+    `num_scales`: of `quantize`; 0 leaves the matrices as they are.
+    """
+    layer_rules, outer_rules = model_rules(config)
+    workspace = _fp8_workspace(config, plan, dtype, device) if num_scales else None
+    total, done = shard_bytes(config, plan, dtype, num_scales > 0), 0
+
+    def build_fields(rules: list[TensorRule], tensor_name: Callable[[TensorRule], str]) -> dict[str, Matrix]:
+        nonlocal done
+        built: dict[str, Matrix] = {}
         for field_name in dict.fromkeys(rule.field for rule in rules):
             parts = [rule for rule in rules if rule.field == field_name]
             if parts[0].is_partial_sum_bias and plan.rank != 0:
                 continue
             shapes = [_local_shape(rule, config, plan) for rule in parts]
-            whole = torch.zeros(sum(s[0] for s in shapes), *shapes[0][1:], dtype=dtype, device=device)
+            shape = torch.Size((sum(s[0] for s in shapes), *shapes[0][1:]))
+            is_quantized = workspace is not None and field_name in MATRICES
+            if is_quantized:
+                # The matrix is put together where it will later be widened: no second copy, and no holes where the copies were.
+                whole = workspace[: shape.numel()].view(shape).zero_()
+            else:
+                whole = torch.zeros(shape, dtype=dtype, device=device)
             begin = 0
             for rule, shape in zip(parts, shapes):
                 fill(tensor_name(rule), rule, whole[begin : begin + shape[0]])
                 begin += shape[0]
-            built[field_name] = whole
+            built[field_name] = quantize(whole, workspace, num_scales) if is_quantized else whole
+            done += _num_bytes(built[field_name])
+            if progress is not None:
+                progress(done, total)
         return built
 
     outer = build_fields(outer_rules, lambda rule: rule.source)
@@ -177,10 +201,17 @@ def _local_shape(rule: TensorRule, config: ModelConfig, plan: ShardPlan) -> tupl
     return tuple(sizes[dim] for dim in rule.dims)
 
 
-def _num_elements(rule: TensorRule, config: ModelConfig, plan: ShardPlan) -> int:
-    if rule.is_partial_sum_bias and plan.rank != 0:
-        return 0
-    return torch.Size(_local_shape(rule, config, plan)).numel()
+def _fp8_workspace(config: ModelConfig, plan: ShardPlan, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Flat memory for the largest of the `MATRICES`."""
+    sizes = dict.fromkeys(MATRICES, 0)
+    for rule in model_rules(config)[0]:
+        if rule.field in sizes:
+            sizes[rule.field] += torch.Size(_local_shape(rule, config, plan)).numel()
+    return torch.empty(max(sizes.values()), dtype=dtype, device=device)
+
+
+def _num_bytes(tensor: Matrix) -> int:
+    return tensor.num_bytes if isinstance(tensor, Fp8Weight) else tensor.numel() * tensor.element_size()
 
 
 def _placement(rule: TensorRule, out: torch.Tensor, plan: ShardPlan) -> tuple[int, list[tuple[int, int, int]]]:

@@ -16,13 +16,13 @@ import torch
 
 from kernels.build import Build
 from kernels.build_variants import variant_of
+from kernels.elements import ELEMS
 from kernels.kv_write import kv_write
 from kernels.launch_kernel import Kernel, load
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotate
 
 SOURCE = Path(__file__).with_suffix(".cu")
-ELEMS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 HEAD_DIMS = (64, 128)
 MAX_GROUP, MAX_CLUSTER, NUM_WARPS, TILE_KEYS = 16, 8, 4, 16  # as in the sources
 CTAS_PER_SM = 2  # what registers and shared memory allow of the 16-bit kernels

@@ -35,7 +35,7 @@ def _break(kind: str) -> None:
     elif kind == "load":
         engine.loading.load_weights = _die
     elif kind == "meet":
-        engine.run.connect = _die
+        engine.run.open_communicator = _die
     elif kind == "refuse":
         engine.loading.load_weights = refuse
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import engine.checkpoint
 from engine.checkpoint import Checkpoint
 from engine.config import load_config
 from engine.shard_plan import ShardPlan
@@ -267,3 +268,26 @@ def test_no_weight_is_read_before_the_check(folder_of, monkeypatch):
     rewrite(folder / "model.safetensors", model__norm__weight=None)
     monkeypatch.setattr("engine.checkpoint.safe_open", lambda *a, **k: pytest.fail("weights were opened"))
     assert "model.norm.weight" in refusal(folder)
+
+
+@pytest.mark.parametrize("axis, pieces", [(0, [(0, 3, 7), (8, 20, 2)]), (1, [(0, 3, 7), (8, 20, 2)])])
+@pytest.mark.parametrize("block_bytes", [1, 300, 1 << 20])
+def test_pieces_arrive_in_blocks(tmp_path, monkeypatch, axis, pieces, block_bytes):
+    """However small the blocks, the same slices; no block is larger than it may be, but for a single row."""
+    folder = save_model(make_model(), tmp_path)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    full = load_file(folder / "model.safetensors")[name]
+    monkeypatch.setattr(engine.checkpoint, "BLOCK_BYTES", block_bytes)
+    wanted = torch.full((11, full.shape[1]) if axis == 0 else (full.shape[0], 11), float("nan"))
+    for start, begin, length in pieces:
+        wanted.narrow(axis, start, length).copy_(full.narrow(axis, begin, length))
+    found, blocks = torch.full_like(wanted, float("nan")), []
+
+    def put(out: torch.Tensor, block: torch.Tensor) -> None:
+        blocks.append(block.shape)
+        out.copy_(block)
+
+    Checkpoint.open(folder, load_config(folder)).read_pieces(name, axis, pieces, found, put)
+    torch.testing.assert_close(found, wanted, atol=0, rtol=0, equal_nan=True)
+    assert all(rows == 1 or 4 * rows * columns <= block_bytes for rows, columns in blocks)
+    assert len(blocks) == 2 if block_bytes > 300 else len(blocks) > 4

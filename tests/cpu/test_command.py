@@ -110,6 +110,17 @@ def test_usage(answer, arguments, words):
     check_refused(answer(*arguments), 2, "usage", *words)
 
 
+def test_weights_in_fp8_and_a_shard_alone_are_other_runs(answer, rows, tmp_path, forks, model):
+    """They answer, say what they are, and what they began is not continued by a plain run."""
+    out = tmp_path / "out.jsonl"
+    for options, word in ((["--dtype", "fp8"], "dtype"), (["--shard-of", 2], "shard_of")):
+        arguments = ["--model", model, "--max-tokens", 3, "--kv-memory", "16M", "--ignore-eos", "--input", rows, "--output", out]
+        ended = forks.start([*arguments, "--overwrite", *options]).wait()
+        assert ended.code == 0 and len(read_rows(out)) == 5, ended.stderr
+        assert ("fp8 matrices, float32 on cpu" if word == "dtype" else "note: --shard-of 2: this process") in ended.stderr
+        check_refused(answer("--input", rows, "--output", out, "--resume", "--max-tokens", 3), 2, "usage", word)
+
+
 def test_input_of_another_encoding(answer, tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_bytes('{"prompt": "a"}\n'.encode("utf-16"))
