@@ -100,7 +100,7 @@ class Engine:
     @property
     def backend(self) -> str:
         """What decode steps run on: `graph` or `eager`."""
-        return "eager" if getattr(self._replica, "burst_backend", None) is None else "graph"
+        return "eager" if self._replica.burst_backend is None else "graph"
 
     def generate(
         self, prompts: Sequence[Prompt], params: Params | Sequence[Params] | None = None, seed: int | None = None

@@ -1,7 +1,7 @@
 // x @ weight.T for 1 to 16 rows of x, as fast as the weights can be read: bf16, or e4m3 with one fp32 scale an output row.
 //
 // A CTA an SM. One thread streams the weights through a ring of *stages* in shared memory: a *piece* of each of eight weight rows (a
-// *tile*) by one copy of the tensor memory accelerator. Eight warps multiply on the tensor cores, the tile's rows as the columns of the
+// *tile*) by one copy of the tensor memory accelerator. Sixteen warps multiply on the tensor cores, the tile's rows as the columns of the
 // product and the rows of x as its rows, so that 1 to 8 rows of x cost the same. The ring is filled before the kernel before has ended:
 // weights do not depend on it. One large copy matters: by bulk copies of a row each, issuing them took longer than their bytes.
 //
@@ -9,9 +9,11 @@
 // [num_splits, rows, out].
 //
 // Where the elements of a product sit (the tensor core does not care which k is which, as long as both sides agree): of every *block* of
-// 64 bytes of a weight row, lane t of four takes 16 in one load. For bf16 these are four k of each of two products; for e4m3 four of each
-// of four, of which the first and third make one pair and the second and fourth the other, as they come apart most cheaply. A piece is an
-// odd number of blocks, so that eight lanes of a load, on two rows, meet all banks once.
+// 64 bytes of a weight row, lane t of four takes 16 in one load. For bf16 these are four k of each of two products, for e4m3 four of each
+// of four. A piece is an odd number of blocks, so that eight lanes of a load, on two rows, meet all banks once.
+//
+// The next kernel may start when the last weights are asked for: its own first weights then fill the time in which this kernel ends and
+// it waits. Earlier would only move bytes from one kernel's time to the other's.
 //
 // GATE_UP: the weight has gate rows first, then as many up rows; the stages alternate between the two, and silu(gate) * up is put out in
 // bf16, rounded as the separate steps round.
@@ -21,11 +23,8 @@
 #include "dependents.cuh"
 #include "types.cuh"
 
-#ifndef STAGES
-#define STAGES 5
-#endif
-
-constexpr u32 WARPS = 8, TILE = 8, BLOCK = 64;  // multiplying warps; rows; bytes
+constexpr u32 WARPS = 16, TILE = 8, BLOCK = 64;  // multiplying warps; rows; bytes
+constexpr u32 MAX_STAGES = 16;
 constexpr u32 MAX_BLOCKS = 31, STAGE_BYTES = TILE * MAX_BLOCKS * BLOCK;  // of a piece
 constexpr u32 HALVES = GATE_UP ? 2 : 1;
 constexpr u32 ELEM_BYTES = FP8 ? 1 : 2;      // of a weight
@@ -48,22 +47,13 @@ struct GemvParams {
     u32 in;
     u32 out;
     u32 num_splits;
+    u32 stages;                // of the ring, up to MAX_STAGES
     u32 pieces;                // of a split
     u32 piece;                 // bytes of a weight row, an odd number of blocks
     u32 x_pitch;               // bytes between rows of x in shared memory
 };
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
-
-__device__ __forceinline__ uint4 lds128(u32 address) {
-    uint4 value;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "r"(address));
-    return value;
-}
-
-__device__ __forceinline__ void sts128(u32 address, uint4 value) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
-}
 
 __device__ __forceinline__ void open_barrier(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -93,11 +83,11 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Four e4m3 as two pairs of fp16: the first and third, the second and fourth. Sign, exponent and mantissa are moved to their places, which
-// leaves 2^-8 of the value, subnormals included. The conversion instruction is too slow to keep up with the memory.
-__device__ __forceinline__ void to_half2(u32 four, u32& even, u32& odd) {
-    odd = (four >> 1 & 0x3f803f80u) | (four & 0x80008000u);
-    even = (four << 7 & 0x3f803f80u) | (four << 8 & 0x80008000u);
+// Two e4m3, in the lower half of `pair`, as fp16.
+__device__ __forceinline__ u32 to_half2(u32 pair) {
+    u32 halves;
+    asm("{\n.reg .b16 low;\ncvt.u16.u32 low, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}" : "=r"(halves) : "r"(pair));
+    return halves;
 }
 
 // Two bf16 as fp16 of 2^-6 times that; fp16's range is not left.
@@ -128,44 +118,39 @@ __device__ __forceinline__ void stream_weights(
                         stages + stage * STAGE_BYTES),
                     "l"(&p.map), "r"((begin + i * p.piece) / 8), "r"(half * p.out + tile * TILE), "r"(full + stage * 8)
                     : "memory");
-                if (++stage == STAGES) stage = 0, parity ^= 1;
+                if (++stage == p.stages) stage = 0, parity ^= 1;
             }
 }
 
 // x from byte `begin` of a weight row on to shared memory, by the multiplying warps; zeros behind its end.
-__device__ __forceinline__ void load_x(const GemvParams& p, u32 begin, u32 x_shared) {
+__device__ __forceinline__ void load_x(const GemvParams& p, u32 begin, u8* x_shared) {
     u32 vectors = p.pieces * p.piece / ELEM_BYTES / 8, first = begin / ELEM_BYTES;
     for (u32 row = 0; row < p.rows; ++row)
         for (u32 i = threadIdx.x; i < vectors; i += WARPS * 32) {
             uint4 value = {0, 0, 0, 0};
             if (first + i * 8 < p.in) value = *reinterpret_cast<const uint4*>(p.x + static_cast<long>(row) * p.in + first + i * 8);
 #if FP8
-            // As `to_half2` pairs the weights.
-            value = {scaled_half2(__byte_perm(value.x, value.y, 0x5410)), scaled_half2(__byte_perm(value.x, value.y, 0x7632)),
-                     scaled_half2(__byte_perm(value.z, value.w, 0x5410)), scaled_half2(__byte_perm(value.z, value.w, 0x7632))};
+            value = {scaled_half2(value.x), scaled_half2(value.y), scaled_half2(value.z), scaled_half2(value.w)};
 #endif
-            sts128(x_shared + row * p.x_pitch + i * 16, value);
+            *reinterpret_cast<uint4*>(x_shared + row * p.x_pitch + i * 16) = value;
         }
 }
 
+__device__ __forceinline__ uint4 vector_at(const u8* shared) { return *reinterpret_cast<const uint4*>(shared); }
+
 // One block of eight weight rows times x, added to c. Addresses are this lane's; `x_high`: of row g + 8.
-__device__ __forceinline__ void multiply_block(float (&c)[2][4], u32 weights, u32 x, u32 x_high) {
-    uint4 w = lds128(weights);
+__device__ __forceinline__ void multiply_block(float (&c)[2][4], const u8* weights, const u8* x, const u8* x_high) {
+    uint4 w = vector_at(weights);
 #if FP8
-    uint4 low = lds128(x), high = lds128(x + 16), low8 = {0, 0, 0, 0}, high8 = {0, 0, 0, 0};
-    if (ROWS > 8) low8 = lds128(x_high), high8 = lds128(x_high + 16);
-    u32 even, odd;
-    to_half2(w.x, even, odd);
-    multiply(c[0], low.x, low8.x, low.y, low8.y, even, odd);
-    to_half2(w.y, even, odd);
-    multiply(c[1], low.z, low8.z, low.w, low8.w, even, odd);
-    to_half2(w.z, even, odd);
-    multiply(c[0], high.x, high8.x, high.y, high8.y, even, odd);
-    to_half2(w.w, even, odd);
-    multiply(c[1], high.z, high8.z, high.w, high8.w, even, odd);
+    uint4 low = vector_at(x), high = vector_at(x + 16), low8 = {0, 0, 0, 0}, high8 = {0, 0, 0, 0};
+    if (ROWS > 8) low8 = vector_at(x_high), high8 = vector_at(x_high + 16);
+    multiply(c[0], low.x, low8.x, low.y, low8.y, to_half2(w.x), to_half2(w.x >> 16));
+    multiply(c[1], low.z, low8.z, low.w, low8.w, to_half2(w.y), to_half2(w.y >> 16));
+    multiply(c[0], high.x, high8.x, high.y, high8.y, to_half2(w.z), to_half2(w.z >> 16));
+    multiply(c[1], high.z, high8.z, high.w, high8.w, to_half2(w.w), to_half2(w.w >> 16));
 #else
-    uint4 a = lds128(x), a8 = {0, 0, 0, 0};
-    if (ROWS > 8) a8 = lds128(x_high);
+    uint4 a = vector_at(x), a8 = {0, 0, 0, 0};
+    if (ROWS > 8) a8 = vector_at(x_high);
     multiply(c[0], a.x, a8.x, a.y, a8.y, w.x, w.y);
     multiply(c[1], a.z, a8.z, a.w, a8.w, w.z, w.w);
 #endif
@@ -174,7 +159,7 @@ __device__ __forceinline__ void multiply_block(float (&c)[2][4], u32 weights, u3
 // What weight row `row` adds to and multiplies: the finished sum.
 __device__ __forceinline__ float finished(const GemvParams& p, float sum, u32 row, bool is_first_split) {
 #if FP8
-    sum *= p.scale[row] * (256.0f / X_SCALE);  // 2^8: see `to_half2`
+    sum *= p.scale[row] * (1.0f / X_SCALE);
 #endif
     if (p.bias != nullptr && is_first_split) sum += to_float(p.bias[row]);
     return sum;
@@ -206,32 +191,32 @@ __device__ __forceinline__ void put_out(const GemvParams& p, const Partial& part
     }
 }
 
-extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 2) gemv(const __grid_constant__ GemvParams p) {
+extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) gemv(const __grid_constant__ GemvParams p) {
     extern __shared__ __align__(128) u8 shared[];
-    __shared__ __align__(8) u64 barriers[2 * STAGES];
+    __shared__ __align__(8) u64 barriers[2 * MAX_STAGES];
     __shared__ Partial partial[2];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     u32 split = blockIdx.x % p.num_splits, first_tile = blockIdx.x / p.num_splits, tile_step = gridDim.x / p.num_splits;
     u32 begin = split * p.pieces * p.piece;
-    u32 stages = shared_address(shared), full = shared_address(barriers), empty = full + STAGES * 8;
-    if (threadIdx.x < STAGES) {
+    u32 stages = shared_address(shared), full = shared_address(barriers), empty = full + MAX_STAGES * 8;
+    if (threadIdx.x < p.stages) {
         open_barrier(full + threadIdx.x * 8, 1);
         open_barrier(empty + threadIdx.x * 8, WARPS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // before the copies count on them
     }
     __syncthreads();
-    let_dependents_start();
     if (warp == WARPS) {
         if (lane == 0) stream_weights(p, begin, first_tile, tile_step, stages, full, empty);
+        let_dependents_start();
         wait_for_prerequisites();  // so that the kernel does not end before the one before it
         return;
     }
     wait_for_prerequisites();
-    u32 x_shared = stages + STAGES * STAGE_BYTES;
+    u8* x_shared = shared + p.stages * STAGE_BYTES;
     load_x(p, begin, x_shared);
     asm volatile("bar.sync 1, %0;" ::"r"(WARPS * 32) : "memory");
-    u32 x_lane = x_shared + min(g, p.rows - 1) * p.x_pitch + t * 16 * X_BYTES;  // of rows that are not there: computed, not put out
-    u32 x_high = x_shared + min(g + 8, p.rows - 1) * p.x_pitch + t * 16 * X_BYTES;
+    const u8* x_lane = x_shared + min(g, p.rows - 1) * p.x_pitch + t * 16 * X_BYTES;  // rows not there: computed, not put out
+    const u8* x_high = x_shared + min(g + 8, p.rows - 1) * p.x_pitch + t * 16 * X_BYTES;
     u32 stage = 0, parity = 0, buffer = 0, blocks = p.piece / BLOCK;
     for (u32 tile = first_tile; tile * TILE < p.out; tile += tile_step) {
         float c[HALVES][2][4] = {};
@@ -239,7 +224,8 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 2) gemv(const __g
 #pragma unroll
             for (u32 half = 0; half < HALVES; ++half) {
                 wait_phase(full + stage * 8, parity);
-                u32 weights = stages + stage * STAGE_BYTES + g * p.piece + t * 16, offset = i * p.piece * X_BYTES;
+                const u8* weights = shared + stage * STAGE_BYTES + g * p.piece + t * 16;
+                u32 offset = i * p.piece * X_BYTES;
 #pragma unroll
                 for (u32 b = 0; b < MAX_BLOCKS; b += WARPS) {
                     u32 block = b + warp;
@@ -249,7 +235,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 2) gemv(const __g
                 }
                 __syncwarp();  // all lanes have read the stage
                 if (lane == 0) arrive(empty + stage * 8);
-                if (++stage == STAGES) stage = 0, parity ^= 1;
+                if (++stage == p.stages) stage = 0, parity ^= 1;
             }
         }
 #pragma unroll

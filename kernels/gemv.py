@@ -18,10 +18,12 @@ from launch.errors import KernelLaunchError
 
 SOURCE = Path(__file__).parent / "gemv.cu"
 MAX_ROWS = 16
-# As in gemv.cu: multiplying warps, weight rows a tile, bytes of a block, most blocks of a piece, stages.
-WARPS, TILE, BLOCK, MAX_BLOCKS, STAGES = 8, 8, 64, 31, 5
+WARPS, TILE, BLOCK, MAX_BLOCKS = 16, 8, 64, 31  # as in gemv.cu: multiplying warps, weight rows a tile, bytes of a block, blocks
+STAGE_BYTES = TILE * MAX_BLOCKS * BLOCK
+# Eight stages hold 3.6 us of an H200's memory rate, about what a border between kernels takes; more would crowd out attention.
+MIN_STAGES, MAX_STAGES = 3, 8
 MAP_ELEM_BYTES = 8  # of the tensor map's elements: a box may be 256 of them wide
-MAX_SHARED_BYTES = 216 << 10  # dynamic, of a CTA on an H100 or H200, with room for the static part
+MAX_SHARED_BYTES = 192 << 10  # dynamic, of a CTA on an H100 or H200, beside up to 34 KiB static
 MAX_X_BYTES = 64 << 10  # of x in shared memory, where a split can make it less
 SPLIT_COST = 0.02  # of a sum by one more split, as a share of the whole: what its reader pays
 
@@ -30,7 +32,7 @@ class GemvParams(ctypes.Structure):
     _fields_ = [
         ("map", ctypes.c_uint8 * 128), ("x", ctypes.c_uint64), ("scale", ctypes.c_uint64), ("bias", ctypes.c_uint64),
         ("sums", ctypes.c_uint64), ("product", ctypes.c_uint64), ("rows", ctypes.c_uint32), ("in_", ctypes.c_uint32),
-        ("out", ctypes.c_uint32), ("num_splits", ctypes.c_uint32), ("pieces", ctypes.c_uint32),
+        ("out", ctypes.c_uint32), ("num_splits", ctypes.c_uint32), ("stages", ctypes.c_uint32), ("pieces", ctypes.c_uint32),
         ("piece", ctypes.c_uint32), ("x_pitch", ctypes.c_uint32),
     ]  # fmt: skip
 
@@ -45,8 +47,11 @@ class GemvPlan:
     piece: int
     x_pitch: int  # bytes between rows of x in shared memory
 
+    def stages(self, rows: int) -> int:
+        return min(MAX_STAGES, (MAX_SHARED_BYTES - rows * self.x_pitch) // STAGE_BYTES)
+
     def shared_bytes(self, rows: int) -> int:
-        return STAGES * TILE * MAX_BLOCKS * BLOCK + rows * self.x_pitch
+        return self.stages(rows) * STAGE_BYTES + rows * self.x_pitch
 
 
 @cache
@@ -73,7 +78,7 @@ def plan_gemv(
         x_pitch = (pieces * piece // elem_bytes * 2 // BLOCK // 2 * 2 + 1) * BLOCK
         sets = min(tiles, num_sms // splits)
         plan = GemvPlan(sets * splits, splits, pieces, piece, x_pitch)
-        if plan.shared_bytes(rows) > MAX_SHARED_BYTES:
+        if plan.stages(rows) < MIN_STAGES:
             continue
         cost = -(-tiles // sets) * min(pieces * piece, row_bytes) / (tiles * row_bytes / num_sms) + SPLIT_COST * splits
         cost += 0.2 * (rows * x_pitch > MAX_X_BYTES)  # then no other kernel's stages find room beside it
@@ -110,7 +115,7 @@ class Gemv:
 
     def __init__(self, kernels: dict[tuple[bool, bool, int], Kernel], num_sms: int, is_pdl: bool = True):
         self._kernels, self._num_sms, self._is_pdl = kernels, num_sms, is_pdl
-        self._maps: dict[tuple[int, torch.Size, int], Any] = {}
+        self._maps: dict[tuple[int, torch.Size, int, int], Any] = {}
 
     def takes(self, x: torch.Tensor, weight: Any, is_gate_up: bool = False) -> bool:
         """Whether there is a plan for `x` `[rows, in]` with `weight`; what is not taken is a product for a library."""
@@ -165,12 +170,12 @@ class Gemv:
         def address(tensor: torch.Tensor | None) -> int:
             return 0 if tensor is None else tensor.data_ptr()
 
-        key = data.data_ptr(), data.shape, plan.piece  # all that is in a map
+        key = data.data_ptr(), data.shape, data.element_size(), plan.piece  # all that is in a map
         if key not in self._maps:
             self._maps[key] = encode_map(data, plan.piece)
         params = GemvParams(
             self._maps[key], x.data_ptr(), address(scale), address(bias), address(sums), address(product), x.shape[0], x.shape[1],
-            out, plan.num_splits, plan.pieces, plan.piece, plan.x_pitch,
+            out, plan.num_splits, plan.stages(x.shape[0]), plan.pieces, plan.piece, plan.x_pitch,
         )  # fmt: skip
         kernel = self._kernels[scale is not None, is_gate_up, 8 if x.shape[0] <= 8 else 16]
         stream, threads = torch.cuda.current_stream().cuda_stream, (WARPS + 1) * 32
@@ -184,7 +189,7 @@ def load_gemv(build: Build) -> dict[tuple[bool, bool, int], Kernel]:
         for is_gate_up in (False, True):
             for rows in (8, 16):
                 variant = {"ELEM": 0, "FP8": int(is_fp8), "GATE_UP": int(is_gate_up), "ROWS": rows}
-                module = load(build.cubin(SOURCE, [HEADERS], {**variant, "STAGES": STAGES}), "gemv")
+                module = load(build.cubin(SOURCE, [HEADERS], variant), "gemv")
                 kernels[is_fp8, is_gate_up, rows] = module.function("gemv", (GemvParams,))
     return kernels
 

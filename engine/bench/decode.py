@@ -111,7 +111,7 @@ def time_decode(engine: Engine, case: Case, repeats: int) -> Timing:
     waits: dict[int, int | None] = {}
     for repeat in range(1 + repeats):
         for num_tokens, times in seconds.items():
-            waits[num_tokens] = getattr(run_once(engine, prompts, num_tokens), "num_waits", None)
+            waits[num_tokens] = run_once(engine, prompts, num_tokens).num_waits
             if repeat > 0:
                 times.append(engine.run_s)
     first, whole = (statistics.median(times) for times in seconds.values())
