@@ -83,6 +83,7 @@ class GraphStep(_StateBackend):
     def __init__(self, operators: Operators, state: RowState, max_batch: int):
         self._buckets = buckets_for(max_batch)
         super().__init__(state, min(max_batch, self._buckets[-1]))
+        self._operators = operators  # the graphs read its tables: they must outlive this object's making
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()  # what was loaded on other streams is there
