@@ -8,9 +8,7 @@
 // `num_splits` sets of CTAs take a range of the inner dimension each and put out sums of their own, for the reader to add:
 // [num_splits, rows, out].
 //
-// Where the elements of a product sit (the tensor core does not care which k is which, as long as both sides agree): of every *block* of
-// 64 bytes of a weight row, lane t of four takes 16 in one load. For bf16 these are four k of each of two products, for e4m3 four of each
-// of four. A piece is an odd number of blocks, so that eight lanes of a load, on two rows, meet all banks once.
+// A piece is an odd number of blocks, so that eight lanes of a load, on two rows, meet all banks once.
 //
 // The next kernel may start when the last weights are asked for: its own first weights then fill the time in which this kernel ends and
 // it waits. Earlier would only move bytes from one kernel's time to the other's.
@@ -18,19 +16,17 @@
 // GATE_UP: the weight has gate rows first, then as many up rows; the stages alternate between the two, and silu(gate) * up is put out in
 // bf16, rounded as the separate steps round.
 //
-// Numbers: fp32 sums, in an order that depends on the shape alone. e4m3 times fp16: x is scaled by 2^-6 and clamped to fp16, which
-// loses what is beyond 4.19e6 in x, and below 2^-18 its last bits.
+// Numbers: fp32 sums, in an order that depends on the shape alone.
 #include "dependents.cuh"
+#include "mbarrier.cuh"
 #include "types.cuh"
+#include "weight_product.cuh"
 
-constexpr u32 WARPS = 16, TILE = 8, BLOCK = 64;  // multiplying warps; rows; bytes
+constexpr u32 WARPS = 16, TILE = 8;  // multiplying warps; rows
 constexpr u32 MAX_STAGES = 16;
 constexpr u32 MAX_BLOCKS = 31, STAGE_BYTES = TILE * MAX_BLOCKS * BLOCK;  // of a piece
 constexpr u32 HALVES = GATE_UP ? 2 : 1;
-constexpr u32 ELEM_BYTES = FP8 ? 1 : 2;      // of a weight
-constexpr u32 X_BYTES = 2 / ELEM_BYTES;      // of x beside one byte of a weight row
 constexpr u32 FRAGMENTS = ROWS > 8 ? 4 : 2;  // sums of a lane
-constexpr float X_SCALE = 0.015625f;         // 2^-6
 
 struct alignas(64) TensorMap {
     u8 bytes[128];
@@ -53,53 +49,6 @@ struct GemvParams {
     u32 x_pitch;               // bytes between rows of x in shared memory
 };
 
-__device__ __forceinline__ u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
-
-__device__ __forceinline__ void open_barrier(u32 barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void wait_phase(u32 barrier, u32 parity) {
-    u32 is_complete = 0;
-    while (!is_complete)
-        asm volatile(
-            "{\n.reg .pred complete;\nmbarrier.try_wait.parity.shared::cta.b64 complete, [%1], %2;\nselp.u32 %0, 1, 0, complete;\n}"
-            : "=r"(is_complete)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-#if FP8
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-#else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-#endif
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// Two e4m3, in the lower half of `pair`, as fp16.
-__device__ __forceinline__ u32 to_half2(u32 pair) {
-    u32 halves;
-    asm("{\n.reg .b16 low;\ncvt.u16.u32 low, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}" : "=r"(halves) : "r"(pair));
-    return halves;
-}
-
-// Two bf16 as fp16 of 2^-6 times that; fp16's range is not left.
-__device__ __forceinline__ u32 scaled_half2(u32 pair) {
-    float low = __uint_as_float(pair << 16) * X_SCALE, high = __uint_as_float(pair & 0xffff0000u) * X_SCALE;
-    low = fminf(fmaxf(low, -65504.0f), 65504.0f);
-    high = fminf(fmaxf(high, -65504.0f), 65504.0f);
-    u32 halves;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(high), "f"(low));
-    return halves;
-}
-
 // One thread: all weights of this CTA, stage after stage. A stage is written again once all multiplying warps are done with it. What is
 // behind the end of the matrix comes as zeros.
 __device__ __forceinline__ void stream_weights(
@@ -110,8 +59,7 @@ __device__ __forceinline__ void stream_weights(
 #pragma unroll
             for (u32 half = 0; half < HALVES; ++half) {
                 wait_phase(empty + stage * 8, parity);
-                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + stage * 8), "r"(p.piece * TILE)
-                             : "memory");
+                arrive_expecting(full + stage * 8, p.piece * TILE);
                 // In the map's elements of eight bytes.
                 asm volatile(
                     "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
@@ -129,14 +77,9 @@ __device__ __forceinline__ void load_x(const GemvParams& p, u32 begin, u8* x_sha
         for (u32 i = threadIdx.x; i < vectors; i += WARPS * 32) {
             uint4 value = {0, 0, 0, 0};
             if (first + i * 8 < p.in) value = *reinterpret_cast<const uint4*>(p.x + static_cast<long>(row) * p.in + first + i * 8);
-#if FP8
-            value = {scaled_half2(value.x), scaled_half2(value.y), scaled_half2(value.z), scaled_half2(value.w)};
-#endif
-            *reinterpret_cast<uint4*>(x_shared + row * p.x_pitch + i * 16) = value;
+            *reinterpret_cast<uint4*>(x_shared + row * p.x_pitch + i * 16) = operand(value);
         }
 }
-
-__device__ __forceinline__ uint4 vector_at(const u8* shared) { return *reinterpret_cast<const uint4*>(shared); }
 
 // One block of eight weight rows times x, added to c. Addresses are this lane's; `x_high`: of row g + 8.
 __device__ __forceinline__ void multiply_block(float (&c)[2][4], const u8* weights, const u8* x, const u8* x_high) {
@@ -165,8 +108,6 @@ __device__ __forceinline__ float finished(const GemvParams& p, float sum, u32 ro
     return sum;
 }
 
-__device__ __forceinline__ float rounded(float value) { return to_float(from_float(value)); }
-
 typedef float Partial[HALVES][WARPS][FRAGMENTS][32];
 
 // The tile's sums of all warps, finished and put out.
@@ -183,8 +124,7 @@ __device__ __forceinline__ void put_out(const GemvParams& p, const Partial& part
             sum[half] = finished(p, sum[half], half * p.out + out, split == 0);
         }
 #if GATE_UP
-        float gate = rounded(sum[0]);
-        p.product[row * p.out + out] = from_float(rounded(gate / (1.0f + __expf(-gate))) * rounded(sum[1]));
+        p.product[row * p.out + out] = silu_times(sum[0], sum[1]);
 #else
         p.sums[(static_cast<long>(split) * p.rows + row) * p.out + out] = sum[0];
 #endif
@@ -202,7 +142,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) gemv(const __g
     if (threadIdx.x < p.stages) {
         open_barrier(full + threadIdx.x * 8, 1);
         open_barrier(empty + threadIdx.x * 8, WARPS);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // before the copies count on them
+        fence_new_barriers();
     }
     __syncthreads();
     if (warp == WARPS) {

@@ -1,4 +1,4 @@
-"""Launches `gemv.cu`: x @ weight.T for a few rows of x, at the rate the weights can be read; and its torch twin."""
+"""x @ weight.T for a few rows of x, at the rate the weights can be read: by `gemv_rows.cu` or `gemv.cu`; and the torch twin."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from kernels.build import HEADERS, Build
+from kernels.gemv_rows import SHARED_BYTES, GemvRowsParams, RowsPlan, load_gemv_rows, plan_rows
 from kernels.launch_kernel import Kernel, load
 from kernels.silu_mul import silu_mul
 from launch.errors import KernelLaunchError
 
 SOURCE = Path(__file__).parent / "gemv.cu"
 MAX_ROWS = 16
+KINDS = ("rows", "tiles")  # kernels, the first that has a plan is taken: gemv_rows.cu for 1 and 2 rows, gemv.cu
 WARPS, TILE, BLOCK, MAX_BLOCKS = 16, 8, 64, 31  # as in gemv.cu: multiplying warps, weight rows a tile, bytes of a block, blocks
 STAGE_BYTES = TILE * MAX_BLOCKS * BLOCK
 # Eight stages hold 3.6 us of an H200's memory rate, about what a border between kernels takes; more would crowd out attention.
@@ -110,11 +112,15 @@ class Gemv:
     """Products on the current GPU. `kernels` from `load_gemv`. Launches on torch's current stream; capturable.
 
     `is_pdl`: a launch may start while the kernel before it runs. Not where ranks share a GPU: a product that waits early holds
-    shared memory that a peer's product may need first.
+    shared memory that a peer's product may need first. `kinds`: which of `KINDS` to use. `shared_bytes`: of `plan_rows`.
     """
 
-    def __init__(self, kernels: dict[tuple[bool, bool, int], Kernel], num_sms: int, is_pdl: bool = True):
+    def __init__(
+        self, kernels: dict[tuple[bool, bool, int], Kernel], num_sms: int, is_pdl: bool = True, kinds: tuple[str, ...] = KINDS,
+        shared_bytes: int = SHARED_BYTES,
+    ):  # fmt: skip
         self._kernels, self._num_sms, self._is_pdl = kernels, num_sms, is_pdl
+        self._kinds, self._shared_bytes = kinds, shared_bytes
         self._maps: dict[tuple[int, torch.Size, int, int], Any] = {}
 
     def takes(self, x: torch.Tensor, weight: Any, is_gate_up: bool = False) -> bool:
@@ -122,8 +128,7 @@ class Gemv:
         data, _ = parts_of(weight)
         if x.dtype != torch.bfloat16 or not x.is_contiguous() or not data.is_contiguous() or data.data_ptr() % 16:
             return False
-        out = data.shape[0] // 2 if is_gate_up else data.shape[0]
-        return plan_gemv(x.shape[0], x.shape[1], out, data.element_size(), self._num_sms, is_gate_up) is not None
+        return self._best(x, data, is_gate_up, None) is not None
 
     def linear(
         self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, out: torch.Tensor | None = None,
@@ -132,10 +137,10 @@ class Gemv:
         """`x @ weight.T + bias` as sums to be added over the first dimension: fp32 `[num_splits, rows, out]`.
 
         `x` bf16 `[rows, in]`, contiguous, 1 to 16 rows; `weight` bf16 `[out, in]`, or an `Fp8Weight`; `bias` bf16 `[out]`, in the
-        first split's sum. *Raises* `ValueError` for what `plan_gemv` finds no plan for.
+        first split's sum. *Raises* `ValueError` for what has no plan.
         """
         data, scale = parts_of(weight)
-        plan = self._plan(x, data, data.shape[0], False, num_splits)
+        plan = self._plan(x, data, False, num_splits)
         shape = (plan.num_splits, x.shape[0], data.shape[0])
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -150,41 +155,57 @@ class Gemv:
         """`silu(gate) * up` of `x @ weight.T + bias`, gate in the first half: bf16 `[rows, local_ff]`."""
         data, scale = parts_of(weight)
         half = data.shape[0] // 2
-        plan = self._plan(x, data, half, True, None)
+        plan = self._plan(x, data, True, None)
         out = torch.empty(x.shape[0], half, dtype=x.dtype, device=x.device) if out is None else out
         self._launch(plan, x, data, scale, bias, None, out, half, True)
         return out
 
-    def _plan(self, x: torch.Tensor, data: torch.Tensor, out: int, is_gate_up: bool, num_splits: int | None) -> GemvPlan:
+    def _plan(self, x: torch.Tensor, data: torch.Tensor, is_gate_up: bool, num_splits: int | None) -> GemvPlan | RowsPlan:
         if x.dtype != torch.bfloat16 or not x.is_contiguous() or not data.is_contiguous() or x.shape[1] != data.shape[1]:
             raise TypeError("a product takes contiguous bf16 rows as wide as the contiguous weight")
-        plan = plan_gemv(x.shape[0], x.shape[1], out, data.element_size(), self._num_sms, is_gate_up, num_splits)
+        plan = self._best(x, data, is_gate_up, num_splits)
         if plan is None:
             raise ValueError(f"no product of {list(x.shape)} with {list(data.shape)} of {data.dtype}")
         return plan
 
-    def _launch(
-        self, plan: GemvPlan, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None,
-        sums: torch.Tensor | None, product: torch.Tensor | None, out: int, is_gate_up: bool,
-    ) -> None:  # fmt: skip
-        def address(tensor: torch.Tensor | None) -> int:
-            return 0 if tensor is None else tensor.data_ptr()
+    def _best(self, x: torch.Tensor, data: torch.Tensor, is_gate_up: bool, num_splits: int | None) -> GemvPlan | RowsPlan | None:
+        out = data.shape[0] // 2 if is_gate_up else data.shape[0]
+        case = (x.shape[0], x.shape[1], out, data.element_size(), self._num_sms, is_gate_up, num_splits)
+        plan = plan_rows(*case, self._shared_bytes) if "rows" in self._kinds else None
+        return plan_gemv(*case) if plan is None and "tiles" in self._kinds else plan
 
-        key = data.data_ptr(), data.shape, data.element_size(), plan.piece  # all that is in a map
+    def _launch(
+        self, plan: GemvPlan | RowsPlan, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None,
+        bias: torch.Tensor | None, sums: torch.Tensor | None, product: torch.Tensor | None, out: int, is_gate_up: bool,
+    ) -> None:  # fmt: skip
+        rows, inner = x.shape
+        operands = [0 if tensor is None else tensor.data_ptr() for tensor in (x, scale, bias, sums, product)]
+        if isinstance(plan, RowsPlan):
+            params = GemvRowsParams(
+                data.data_ptr(), *operands, inner, out, plan.num_splits, plan.part_bytes, plan.segment, plan.chunk_rows,
+                plan.slots, plan.slot_bytes,
+            )  # fmt: skip
+            kernel, threads, shared_bytes = self._kernels[scale is not None, is_gate_up, rows], plan.threads, plan.shared_bytes
+        else:
+            params = GemvParams(
+                self._map(data, plan.piece), *operands, rows, inner, out, plan.num_splits, plan.stages(rows), plan.pieces,
+                plan.piece, plan.x_pitch,
+            )  # fmt: skip
+            kernel = self._kernels[scale is not None, is_gate_up, 8 if rows <= 8 else 16]
+            threads, shared_bytes = (WARPS + 1) * 32, plan.shared_bytes(rows)
+        stream = torch.cuda.current_stream().cuda_stream
+        kernel.launch(plan.ctas, threads, (params,), stream, shared_bytes=shared_bytes, is_pdl=self._is_pdl)
+
+    def _map(self, data: torch.Tensor, piece: int) -> Any:
+        key = data.data_ptr(), data.shape, data.element_size(), piece  # all that is in a map
         if key not in self._maps:
-            self._maps[key] = encode_map(data, plan.piece)
-        params = GemvParams(
-            self._maps[key], x.data_ptr(), address(scale), address(bias), address(sums), address(product), x.shape[0], x.shape[1],
-            out, plan.num_splits, plan.stages(x.shape[0]), plan.pieces, plan.piece, plan.x_pitch,
-        )  # fmt: skip
-        kernel = self._kernels[scale is not None, is_gate_up, 8 if x.shape[0] <= 8 else 16]
-        stream, threads = torch.cuda.current_stream().cuda_stream, (WARPS + 1) * 32
-        kernel.launch(plan.ctas, threads, (params,), stream, shared_bytes=plan.shared_bytes(x.shape[0]), is_pdl=self._is_pdl)
+            self._maps[key] = encode_map(data, piece)
+        return self._maps[key]
 
 
 def load_gemv(build: Build) -> dict[tuple[bool, bool, int], Kernel]:
-    """Kernels by (is e4m3, is gate and up, most rows), on the current GPU."""
-    kernels = {}
+    """Kernels by (is e4m3, is gate and up, most rows), on the current GPU: 1 and 2 of `gemv_rows.cu`, 8 and 16 of `gemv.cu`."""
+    kernels = load_gemv_rows(build)
     for is_fp8 in (False, True):
         for is_gate_up in (False, True):
             for rows in (8, 16):

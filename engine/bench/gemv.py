@@ -1,4 +1,4 @@
-"""The products of a decode step, one kind at a time: `kernels/gemv.cu` beside the library's, in TB/s of weights read.
+"""The products of a decode step, one kind at a time: our kernels beside each other and the library's, in TB/s of weights read.
 
 Each kind has as many distinct weights as make 5 GB, so that nothing is read from a cache; a graph runs through them, each product
 with programmatic launch behind the one before. One GPU.
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from engine.bench.records import Record, commit
 from kernels.build import Build, default_cache_folder
-from kernels.gemv import MAX_ROWS, Gemv, load_gemv
+from kernels.gemv import KINDS, Gemv, load_gemv
+from kernels.gemv_rows import SHARED_BYTES
 
 BYTES = 5 << 30
 PEAK_TB_S = 4.59  # bulk copies from HBM, one kernel reading 16 GiB, as measured on an H200
@@ -67,13 +68,20 @@ def us_of(bodies: list[Callable[[], object]], repeats: int) -> float:
 @click.option("--tps", default="1,2,8", show_default=True)
 @click.option("--rows", default="1,8", show_default=True)
 @click.option("--dtypes", default="bf16,fp8", show_default=True)
+@click.option("--kernels", default=",".join(KINDS), show_default=True, help="rows: 1 and 2 rows only; tiles: up to 16.")
+@click.option("--shared-kib", default=SHARED_BYTES >> 10, show_default=True, help="Shared memory of a CTA of the rows kernel.")
 @click.option("--repeats", default=7, show_default=True)
 @click.option("--record", type=click.Path(path_type=Path), help="JSONL file to append the records to.")
-def main(models: str, tps: str, rows: str, dtypes: str, repeats: int, record: Path | None) -> None:
+def main(
+    models: str, tps: str, rows: str, dtypes: str, kernels: str, shared_kib: int, repeats: int, record: Path | None
+) -> None:  # fmt: skip
     """Time the products of decode steps."""
+    if unknown := set(kernels.split(",")) - set(KINDS):
+        raise click.UsageError(f"--kernels takes {', '.join(KINDS)}, not {', '.join(sorted(unknown))}")
     commit()
     torch.zeros(1, device="cuda")
-    gemv = Gemv(load_gemv(Build(default_cache_folder())), torch.cuda.get_device_properties(0).multi_processor_count)
+    built, num_sms = load_gemv(Build(default_cache_folder())), torch.cuda.get_device_properties(0).multi_processor_count
+    gemvs = {kind: Gemv(built, num_sms, kinds=(kind,), shared_bytes=shared_kib << 10) for kind in kernels.split(",")}
     device = torch.cuda.get_device_name()
     pool = (torch.randn(BYTES // 2, device="cuda") * 0.02).bfloat16()
     for model in models.split(","):
@@ -95,21 +103,22 @@ def main(models: str, tps: str, rows: str, dtypes: str, repeats: int, record: Pa
                             weights = [SimpleNamespace(data=matrix, scale=scale) for matrix in plain]
                         else:
                             weights = list(pool[: count * out * inner].view(count, out, inner))
-                        metrics, peer = {}, {}
-                        if n <= MAX_ROWS:
-                            run = gemv.gate_up if is_gate_up else gemv.linear
-                            target = run(x, weights[0])
-                            bodies = [lambda w=w, run=run, x=x, target=target: run(x, w, None, target) for w in weights]
-                            us = us_of(bodies, repeats)
-                            metrics = {"product_us": us, "hbm_tb_s": num_bytes / us / 1e6}
-                            line += f"   {n} rows {us:7.2f} us {num_bytes / us / 1e6:5.2f}"
+                        measured, peer, line = {}, {}, f"{line}   {n} rows"
+                        for name, gemv in gemvs.items():
+                            if gemv.takes(x, weights[0], is_gate_up):
+                                run = gemv.gate_up if is_gate_up else gemv.linear
+                                target = run(x, weights[0])
+                                bodies = [lambda w=w, run=run, x=x, target=target: run(x, w, None, target) for w in weights]
+                                measured[name] = us = us_of(bodies, repeats)
+                                line += f" {name} {us:7.2f} us {num_bytes / us / 1e6:5.2f}"
                         if dtype != "fp8":
                             us = us_of([lambda w=w, x=x: F.linear(x, w) for w in weights], repeats)
                             peer = {"name": "cuBLAS through torch", "product_us": round(us, 4)}
                             line += f" (cuBLAS {us:7.2f} {num_bytes / us / 1e6:5.2f})"
-                        if record is not None and metrics:
+                        for name, us in measured.items() if record is not None else ():
                             case = {"model": f"qwen2.5-{model}", "tp": tp, "product": kind, "out": out, "in": inner, "rows": n,
-                                    "dtype": dtype}  # fmt: skip
+                                    "dtype": dtype, "kernel": name}  # fmt: skip
+                            metrics = {"product_us": us, "hbm_tb_s": num_bytes / us / 1e6}
                             ceiling = {"product_us": num_bytes / PEAK_TB_S / 1e6, "hbm_tb_s": PEAK_TB_S}
                             Record("product", case, metrics, ceiling, peer, True).append_to(record, device, "engine.bench.gemv")
                     print(line, flush=True)

@@ -1,5 +1,6 @@
 // What CTAs of one cluster tell each other through distributed shared memory. Nothing here waits for another GPU.
 #pragma once
+#include "mbarrier.cuh"
 #include "types.cuh"
 
 __device__ __forceinline__ u32 cluster_rank() {
@@ -13,8 +14,6 @@ __device__ __forceinline__ u32 cluster_size() {
     asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
     return size;
 }
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
 // Where CTA `rank` of the cluster keeps what this CTA keeps at `own`.
 __device__ __forceinline__ u32 shared_address_at(u32 own, u32 rank) {

@@ -1,4 +1,4 @@
-"""`gemv.cu` against fp64 products: every number of rows, odd sizes, both weight types, biases, gate and up, splits, graphs."""
+"""`gemv.cu` and `gemv_rows.cu` against fp64 products: numbers of rows, odd sizes, both weight types, biases, splits, graphs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU he
 
 ROWS = (1, 2, 3, 5, 8, 9, 13, 16)
 # (out, in): whole tiles and pieces, a tail of rows, a tail of a block, one piece, wide, long.
-SHAPES = ((1152, 896), (37, 128), (4608, 3584), (8192, 3696), (896, 4864), (100, 16), (8, 14784), (3, 8192))
+SHAPES = ((1152, 896), (37, 128), (4608, 3584), (8192, 3696), (896, 4864), (100, 16), (8, 14784), (3, 8192), (2048, 18944))
+KINDS = (("rows", "tiles"), ("tiles",))  # what is for few rows, and what is for all
 
 
 @cache
-def gemv(is_pdl: bool = True):
+def gemv(is_pdl: bool = True, kinds: tuple[str, ...] = KINDS[0]):
     from kernels.build import Build, default_cache_folder
     from kernels.gemv import Gemv, load_gemv
 
     torch.zeros(1, device="cuda")
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    return Gemv(load_gemv(Build(default_cache_folder())), num_sms, is_pdl)
+    return Gemv(load_gemv(Build(default_cache_folder())), num_sms, is_pdl, kinds)
+
+
+def cases():
+    """(rows of x, kernels): every number of rows with what is taken for it, and few rows with the other kernel as well."""
+    return [(rows, kinds) for rows in ROWS for kinds in (KINDS if rows <= 2 else KINDS[:1])]
 
 
 def operands(rows: int, out: int, inner: int, is_fp8: bool):
@@ -44,13 +50,13 @@ def error_of(result: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("is_fp8", (False, True))
 @pytest.mark.parametrize("out, inner", SHAPES)
 def test_linear(out, inner, is_fp8):
-    for rows in ROWS:
+    for rows, kinds in cases():
         x, weight, full, bias = operands(rows, out, inner, is_fp8)
         before = x.clone()
         for b in (None, bias):
             exact = x.double() @ full.T + (0.0 if b is None else b.double())
             guard = torch.full((64, rows, out + 64), float("nan"), device="cuda")
-            sums = gemv().linear(x, weight, b)
+            sums = gemv(True, kinds).linear(x, weight, b)
             del guard
             assert torch.isfinite(sums).all()
             # fp32 sums of bf16 products; fp16 x for e4m3 keeps all of bf16 but the smallest values.
@@ -59,9 +65,10 @@ def test_linear(out, inner, is_fp8):
 
 
 @pytest.mark.parametrize("splits", (1, 2, 3, 4, 6))
-def test_splits_add_up_and_repeat(splits):
-    x, weight, full, bias = operands(4, 4608, 3584, False)
-    sums = torch.full((splits, 4, 4608), float("nan"), device="cuda")
+@pytest.mark.parametrize("rows", (1, 2, 4))
+def test_splits_add_up_and_repeat(rows, splits):
+    x, weight, full, bias = operands(rows, 4608, 3584, False)
+    sums = torch.full((splits, rows, 4608), float("nan"), device="cuda")
     gemv().linear(x, weight, bias, sums, num_splits=splits)
     assert error_of(sums.sum(0), x.double() @ full.T + bias.double()) < 2e-5
     for _ in range(20):
@@ -73,34 +80,47 @@ def test_splits_add_up_and_repeat(splits):
 def test_gate_up(out, inner, is_fp8):
     from kernels.gemv import gemv_twin
 
-    for rows in ROWS:
+    for rows, kinds in cases():
         x, weight, full, bias = operands(rows, out, inner, is_fp8)
         x = (x.float() / inner**0.5).bfloat16()
         product = torch.full((rows, out // 2), float("nan"), device="cuda", dtype=torch.bfloat16)
-        if not gemv().takes(x, weight, is_gate_up=True):  # more of x than a CTA has room for beside its stages
+        if not gemv(True, kinds).takes(x, weight, is_gate_up=True):  # more of x than a CTA has room for beside its stages
             assert rows * inner >= 9 * 8192
             with pytest.raises(ValueError, match="no product"):
-                gemv().gate_up(x, weight, bias, product)
+                gemv(True, kinds).gate_up(x, weight, bias, product)
             continue
-        gemv().gate_up(x, weight, bias, product)
+        gemv(True, kinds).gate_up(x, weight, bias, product)
         wanted = gemv_twin(x, weight, bias, is_gate_up=True)
         assert torch.isfinite(product.float()).all()
         # Three roundings to bf16, each of which may fall the other way when the fp32 sum differs in its last bits.
         assert error_of(product, wanted.double()) < 4e-3, (rows, out, inner)
 
 
-def test_extreme_values_of_x_with_e4m3():
+@pytest.mark.parametrize("kinds", KINDS)
+def test_extreme_values_of_x_with_e4m3(kinds):
     x, weight, full, _ = operands(2, 128, 512, True)
     x[0, 3], x[1, 7] = 60000.0, -3.0e6
-    assert error_of(gemv().linear(x, weight).sum(0), x.double() @ full.T) < 1e-4
+    assert error_of(gemv(True, kinds).linear(x, weight).sum(0), x.double() @ full.T) < 1e-4
 
 
-def test_chains_in_a_replayed_graph():
+@pytest.mark.parametrize("out, inner", ((700, 3696), (300, 608), (40, 14784)))
+def test_a_spoilt_weight_row_spoils_nothing_else(out, inner):
+    """Rows that do not end with a block: what lies behind them is not read, and neither is memory that nobody wrote."""
+    for rows in (1, 2):
+        x, weight, full, _ = operands(rows, out, inner, False)
+        weight[1::2] = float("nan")
+        sums = gemv().linear(x, weight).sum(0)
+        assert sums[:, 1::2].isnan().all()
+        assert error_of(sums[:, ::2], x.double() @ full[::2].T) < 2e-5
+
+
+@pytest.mark.parametrize("rows", (1, 2, 3))
+def test_chains_in_a_replayed_graph(rows):
     """Products that depend on each other, with programmatic launch, on other data at every replay."""
-    x, first, _, bias = operands(3, 2 * 1024, 512, False)
-    _, second, _, _ = operands(3, 512, 1024, False)
-    hidden = torch.empty(3, 1024, device="cuda", dtype=torch.bfloat16)
-    sums = torch.empty(2, 3, 512, device="cuda")
+    x, first, _, bias = operands(rows, 2 * 1024, 512, False)
+    _, second, _, _ = operands(rows, 512, 1024, False)
+    hidden = torch.empty(rows, 1024, device="cuda", dtype=torch.bfloat16)
+    sums = torch.empty(2, rows, 512, device="cuda")
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
 
     def body():
@@ -114,7 +134,7 @@ def test_chains_in_a_replayed_graph():
         with torch.cuda.graph(graph, stream=stream):
             body()
         for replay in range(50):
-            x.copy_(torch.randn(3, 512, device="cuda").mul_(1 + replay))
+            x.copy_(torch.randn(rows, 512, device="cuda").mul_(1 + replay))
             graph.replay()
             got = sums.clone()
             gemv(False).gate_up(x, first, bias, hidden)
