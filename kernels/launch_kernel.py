@@ -14,6 +14,7 @@ from typing import Any
 from launch.errors import KernelLaunchError
 
 _DEFAULT_SHARED_BYTES = 48 << 10  # dynamic shared memory that a kernel may use without asking (CUDA C++ guide, 16.x)
+_MAX_CARVEOUT = 100  # percent: all of an SM's memory that may be shared memory, the rest is L1
 _PORTABLE_CLUSTER = 8  # blocks; larger clusters must be asked for (CUDA C++ guide, thread block clusters)
 
 Dim = "int | tuple[int, int, int]"
@@ -102,6 +103,9 @@ class Kernel:
         if shared_bytes > self._shared_bytes:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _call(self.name, self._driver.cuFuncSetAttribute, self._function, attribute, shared_bytes)
+            # An SM set up for one such block could not take the next kernel's beside it before it is idle.
+            carveout = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            _call(self.name, self._driver.cuFuncSetAttribute, self._function, carveout, _MAX_CARVEOUT)
             self._shared_bytes = shared_bytes
 
     def _allow_large_clusters(self) -> None:

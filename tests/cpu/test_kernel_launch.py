@@ -27,7 +27,9 @@ class RecordingDriver:
     """Answers like cuda-bindings, and copies the arguments at a launch as the driver does."""
 
     CUfunction_attribute = SimpleNamespace(
-        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared", CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED="large"
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared",
+        CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT="carveout",
+        CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED="large",
     )
     CUlaunchAttributeID = SimpleNamespace(
         CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster", CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="pdl"
@@ -133,7 +135,7 @@ def test_more_shared_memory_than_usual_is_asked_for_once(driver):
     kernel = kernel_of(driver)
     for shared_bytes in (48 << 10, 100 << 10, 100 << 10, 60 << 10, 200 << 10):
         kernel.launch(1, 32, ARGS, stream=0, shared_bytes=shared_bytes)
-    assert driver.attributes == [("shared", 100 << 10), ("shared", 200 << 10)]
+    assert driver.attributes == [("shared", 100 << 10), ("carveout", 100), ("shared", 200 << 10), ("carveout", 100)]
 
 
 def test_a_function_is_resident_before_its_first_launch(driver):
