@@ -30,17 +30,18 @@ constexpr u32 NEW_VALUE_AT = HEAD_DIM * sizeof(elem_bits);
 #endif
 
 struct NewHeads {
-    u32 count;                      // heads that the CTA makes: the group's, for the owner k and v after them
-    RawHead bias[HEADS_AT_ONCE];    // of this turn
+    u32 count;                            // heads that the CTA makes: the group's, for the owner k and v after them
+    const void* sources[HEADS_AT_ONCE];   // this lane's first element of this turn's heads in qkv, in its first part if it has parts
+    RawHead bias[HEADS_AT_ONCE];
     RawHead turn, q_norm, k_norm;
-    long slot;                      // of the new token
+    long slot;                            // of the new token
 
     // Start to read what was there before this step.
     __device__ __forceinline__ void prepare(const AttentionParams& p, const Place& at, const KeyRange& range, int position) {
         count = at.group + (at.is_owner() ? 2 : 0);
         turn = load_raw(p.turns + static_cast<long>(position) * HEAD_DIM);
         if (p.q_norm != nullptr) q_norm = load_raw(p.q_norm), k_norm = load_raw(p.k_norm);
-        load_bias(p, at, threadIdx.x / 32);
+        aim(p, at, threadIdx.x / 32);
         if (at.is_owner()) slot = range.slot_of(range.count - 1, range.page_of(range.count - 1));
     }
 
@@ -49,44 +50,40 @@ struct NewHeads {
 #pragma unroll 1
         for (u32 first = threadIdx.x / 32; first < count; first += HEADS_AT_ONCE * at.num_warps) {
             Head heads[HEADS_AT_ONCE];
-            if (p.num_parts == 0) load_elems(p, at, first, heads);
+            if (p.num_parts == 0) load_elems(heads);
             else load_parts(p, at, first, heads);
 #pragma unroll
-            for (u32 i = 0; i < HEADS_AT_ONCE; ++i)
-                if (first + at.num_warps * i < count)
-                    store(p, at, range, first + at.num_warps * i, finished(p, at, first + at.num_warps * i, heads[i], bias[i]), tile, shared);
-            load_bias(p, at, first + HEADS_AT_ONCE * at.num_warps);
+            for (u32 i = 0; i < HEADS_AT_ONCE; ++i) {
+                const u32 idx = first + at.num_warps * i;
+                if (idx < count) store(p, at, range, idx, finished(p, at, idx, heads[i], bias[i]), tile, shared);
+            }
+            if (first + HEADS_AT_ONCE * at.num_warps < count) aim(p, at, first + HEADS_AT_ONCE * at.num_warps);
         }
     }
 
-    // Number among q, k and v heads of the CTA's head `idx`.
-    __device__ __forceinline__ u32 number(const AttentionParams& p, const Place& at, u32 idx) const {
-        return idx < at.group ? at.kv_head * at.group + idx : p.num_q + at.kv_head + (idx == at.group ? 0 : p.num_kv);
-    }
-
-    __device__ __forceinline__ void load_bias(const AttentionParams& p, const Place& at, u32 first) {
-        if (p.bias == nullptr) return;
+    // Find the warp's heads from the CTA's head `first` on. One that is not there has the place of the first.
+    __device__ __forceinline__ void aim(const AttentionParams& p, const Place& at, u32 first) {
 #pragma unroll
         for (u32 i = 0; i < HEADS_AT_ONCE; ++i) {
-            const u32 idx = first + at.num_warps * i;
-            if (idx < count) bias[i] = load_raw(p.bias + number(p, at, idx) * HEAD_DIM);
+            const u32 idx = first + at.num_warps * i < count ? first + at.num_warps * i : min(first, count - 1);
+            const u32 number = idx < at.group ? at.kv_head * at.group + idx : p.num_q + at.kv_head + (idx == at.group ? 0 : p.num_kv);
+            const long at_elem = (static_cast<long>(at.row) * (p.num_q + 2 * p.num_kv) + number) * HEAD_DIM + head_elem(0, 0);
+            sources[i] = static_cast<const u8*>(p.qkv) + at_elem * (p.num_parts == 0 ? sizeof(elem_bits) : sizeof(float));
+            asm volatile("" : "+l"(sources[i]));  // found here, not after the wait that follows
+            if (p.bias != nullptr) bias[i] = load_raw(p.bias + number * HEAD_DIM);
         }
     }
 
-    __device__ __forceinline__ void load_elems(const AttentionParams& p, const Place& at, u32 first, Head (&heads)[HEADS_AT_ONCE]) const {
-        const elem_bits* row = static_cast<const elem_bits*>(p.qkv) + static_cast<long>(at.row) * (p.num_q + 2 * p.num_kv) * HEAD_DIM;
+    __device__ __forceinline__ void load_elems(Head (&heads)[HEADS_AT_ONCE]) const {
         RawHead raw[HEADS_AT_ONCE];
 #pragma unroll
-        for (u32 i = 0; i < HEADS_AT_ONCE; ++i)  // one that is not there as the first, rather than behind a branch
-            raw[i] = load_raw(row + number(p, at, first + at.num_warps * i < count ? first + at.num_warps * i : first) * HEAD_DIM);
+        for (u32 i = 0; i < HEADS_AT_ONCE; ++i) raw[i] = load_raw_at(static_cast<const elem_bits*>(sources[i]));
 #pragma unroll
         for (u32 i = 0; i < HEADS_AT_ONCE; ++i) heads[i] = to_head(raw[i]);
     }
 
     __device__ __forceinline__ void load_parts(const AttentionParams& p, const Place& at, u32 first, Head (&heads)[HEADS_AT_ONCE]) const {
-        const u32 row_floats = (p.num_q + 2 * p.num_kv) * HEAD_DIM;
-        const float* row = static_cast<const float*>(p.qkv) + static_cast<long>(at.row) * row_floats;
-        const long part_floats = static_cast<long>(gridDim.z) * row_floats;
+        const long part_floats = static_cast<long>(gridDim.z) * (p.num_q + 2 * p.num_kv) * HEAD_DIM;
 #pragma unroll
         for (u32 i = 0; i < HEADS_AT_ONCE; ++i) heads[i] = {};
 #pragma unroll 1
@@ -95,11 +92,9 @@ struct NewHeads {
 #pragma unroll
             for (u32 part = 0; part < PARTS_AT_ONCE; ++part)
 #pragma unroll
-                for (u32 i = 0; i < HEADS_AT_ONCE; ++i) {
-                    const u32 idx = first + at.num_warps * i;
-                    parts[part][i] = load_part_if(row + (begin + part) * part_floats + number(p, at, idx) * HEAD_DIM,
-                                                  begin + part < p.num_parts && idx < count);
-                }
+                for (u32 i = 0; i < HEADS_AT_ONCE; ++i)
+                    parts[part][i] = load_part_if(static_cast<const float*>(sources[i]) + (begin + part) * part_floats,
+                                                  begin + part < p.num_parts && first + at.num_warps * i < count);
 #pragma unroll
             for (u32 part = 0; part < PARTS_AT_ONCE; ++part)
 #pragma unroll

@@ -26,13 +26,16 @@ struct RawHead {
     HalfElems half[2];
 };
 
-// `source`: of a head, aligned to 16 bytes as all here.
-__device__ __forceinline__ RawHead load_raw(const elem_bits* source) {
+// `first`: this lane's first element of a head.
+__device__ __forceinline__ RawHead load_raw_at(const elem_bits* first) {
     RawHead raw;
 #pragma unroll
-    for (int part = 0; part < 2; ++part) raw.half[part] = *reinterpret_cast<const HalfElems*>(source + head_elem(part, 0));
+    for (int part = 0; part < 2; ++part) raw.half[part] = *reinterpret_cast<const HalfElems*>(first + part * (HEAD_DIM / 2));
     return raw;
 }
+
+// `source`: of a head, aligned to 16 bytes as all here.
+__device__ __forceinline__ RawHead load_raw(const elem_bits* source) { return load_raw_at(source + head_elem(0, 0)); }
 
 __device__ __forceinline__ Head to_head(const RawHead& raw) {
     Head head;
@@ -52,23 +55,23 @@ __device__ __forceinline__ RawHead to_raw(const Head& head) {
     return raw;
 }
 
-// Floats of a head, or zeros if not `is_there`: without a branch, so that many loads are on their way together.
-__device__ __forceinline__ Head load_part_if(const float* source, bool is_there) {
+// Floats of a head from this lane's first one on, or zeros if not `is_there`: without a branch, so that many are on their way together.
+__device__ __forceinline__ Head load_part_if(const float* first, bool is_there) {
     Head head;
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
 #if HEAD_DIM == 128
-        asm volatile(
-            "{\n.reg .pred there;\nsetp.ne.u32 there, %3, 0;\nmov.f32 %0, 0f00000000;\nmov.f32 %1, 0f00000000;\n"
-            "@there ld.global.v2.f32 {%0, %1}, [%2];\n}"
-            : "=&f"(head.half[part][0]), "=&f"(head.half[part][1])
-            : "l"(source + head_elem(part, 0)), "r"(static_cast<u32>(is_there)));
+    asm volatile(
+        "{\n.reg .pred there;\nsetp.ne.u32 there, %5, 0;\n"
+        "mov.f32 %0, 0f00000000;\nmov.f32 %1, 0f00000000;\nmov.f32 %2, 0f00000000;\nmov.f32 %3, 0f00000000;\n"
+        "@there ld.global.v2.f32 {%0, %1}, [%4];\n@there ld.global.v2.f32 {%2, %3}, [%4 + 256];\n}"
+        : "=&f"(head.half[0][0]), "=&f"(head.half[0][1]), "=&f"(head.half[1][0]), "=&f"(head.half[1][1])
+        : "l"(first), "r"(static_cast<u32>(is_there)));
 #else
-        asm volatile("{\n.reg .pred there;\nsetp.ne.u32 there, %2, 0;\nmov.f32 %0, 0f00000000;\n@there ld.global.f32 %0, [%1];\n}"
-                     : "=&f"(head.half[part][0])
-                     : "l"(source + head_elem(part, 0)), "r"(static_cast<u32>(is_there)));
+    asm volatile(
+        "{\n.reg .pred there;\nsetp.ne.u32 there, %3, 0;\nmov.f32 %0, 0f00000000;\nmov.f32 %1, 0f00000000;\n"
+        "@there ld.global.f32 %0, [%2];\n@there ld.global.f32 %1, [%2 + 128];\n}"
+        : "=&f"(head.half[0][0]), "=&f"(head.half[1][0])
+        : "l"(first), "r"(static_cast<u32>(is_there)));
 #endif
-    }
     return head;
 }
 
