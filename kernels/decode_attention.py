@@ -21,11 +21,10 @@ from kernels.kv_write import kv_write
 from kernels.launch_kernel import Kernel, load
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotate
+from kernels.split_grid import BLOCK_SHARED_BYTES, MAX_CLUSTER, MAX_GROUP, SplitGrid, split_grid
 
 SOURCE = Path(__file__).with_suffix(".cu")
 HEAD_DIMS = (64, 128)
-MAX_GROUP, MAX_CLUSTER, NUM_WARPS, TILE_KEYS = 16, 8, 4, 16  # as in the sources
-CTAS_PER_SM = 2  # what registers and shared memory allow of the 16-bit kernels
 MAX_GRID_ROWS = 65535  # third dimension of a grid
 
 
@@ -89,29 +88,6 @@ def _summed(qkv: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) ->
     return (total if bias is None else total + bias.float()).to(dtype)
 
 
-@dataclass(frozen=True)
-class SplitGrid:
-    """How a row and KV head is dealt out: at most `num_clusters` clusters of `cluster` CTAs; a short row takes fewer clusters."""
-
-    cluster: int
-    num_clusters: int
-
-
-def split_grid(rows: int, local_kv_heads: int, num_sms: int, max_context: int) -> SplitGrid:
-    """A grid that fills `num_sms` SMs once if rows are few, for rows of up to `max_context` tokens.
-
-    Fixed by these numbers alone, so that a captured launch stays right whatever the lengths become.
-    """
-    pairs, places = rows * local_kv_heads, CTAS_PER_SM * num_sms
-    if places < MAX_CLUSTER * pairs:
-        # Rather too many CTAs than too few, and halves even where wholes would fill the GPU: rows differ in length.
-        return SplitGrid(min(MAX_CLUSTER, max(2, 1 << (-(-places // pairs) - 1).bit_length())), 1)
-    # A cluster lies within one GPC, and their SMs do not all divide by its size: one cluster less fits at once for sure.
-    most = max(1, (places // MAX_CLUSTER - 1) // pairs)
-    useful = -(-max_context // (MAX_CLUSTER * NUM_WARPS * TILE_KEYS))
-    return SplitGrid(MAX_CLUSTER, max(1, min(most, useful)))
-
-
 class AttentionParams(ctypes.Structure):
     """Of `decode_attention.cu`."""
 
@@ -120,9 +96,10 @@ class AttentionParams(ctypes.Structure):
         ("turns", ctypes.c_uint64), ("positions", ctypes.c_uint64), ("pages", ctypes.c_uint64), ("keys", ctypes.c_uint64),
         ("values", ctypes.c_uint64), ("out", ctypes.c_uint64), ("sums", ctypes.c_uint64), ("scores", ctypes.c_uint64),
         ("arrived", ctypes.c_uint64), ("eps", ctypes.c_float), ("scale", ctypes.c_float), ("num_q", ctypes.c_uint32),
-        ("num_kv", ctypes.c_uint32), ("num_parts", ctypes.c_uint32), ("max_pages", ctypes.c_uint32),
+        ("num_kv", ctypes.c_uint32), ("group", ctypes.c_uint32), ("num_parts", ctypes.c_uint32), ("max_pages", ctypes.c_uint32),
         ("page_shift", ctypes.c_uint32), ("window", ctypes.c_uint32), ("num_clusters", ctypes.c_uint32),
-        ("is_wide", ctypes.c_uint32), ("is_early", ctypes.c_uint32),
+        ("alone_tiles", ctypes.c_uint32), ("shared_tiles", ctypes.c_uint32), ("num_stages", ctypes.c_uint32),
+        ("warp_bytes", ctypes.c_uint32), ("is_wide", ctypes.c_uint32), ("is_early", ctypes.c_uint32),
     ]  # fmt: skip
 
 
@@ -162,6 +139,8 @@ class DecodeAttention:
         self.max_rows, self.max_context = max_rows, max_context
         self._check_shape()
         self._grids = [grid or split_grid(rows, local_kv_heads, num_sms, max_context) for rows in range(1, max_rows + 1)]
+        if (needed := max(each.shared_bytes(self.dtype, self.head_dim) for each in self._grids)) > BLOCK_SHARED_BYTES:
+            raise ValueError(f"{grid} takes {needed} bytes of shared memory a CTA, more than {BLOCK_SHARED_BYTES}")
         self._allocate(turns.device)
 
     def _check_shape(self) -> None:
@@ -207,7 +186,7 @@ class DecodeAttention:
         `[rows]`: of the new token, so how many are cached; negative: no token, the row's output is 0 and nothing is written.
         `page_table` int32 `[rows, max_pages]`: a row's pages in order; entries behind its last page are not read. `keys`,
         `values` `[num_slots, local_kv_heads, head_dim]` of one layer. `out` `[rows, local_q_heads, head_dim]`. `window`: how many
-        last tokens a query sees, itself included. All contiguous.
+        last tokens a query sees, itself included. All contiguous; all but positions and page table aligned to 16 bytes.
 
         *Stream*: torch's current one, asynchronous. *Order*: with `is_early`, positions, page table and older keys are read
         before the kernel before this one in the stream is complete. They must come from before the graph in which this launch is
@@ -222,13 +201,15 @@ class DecodeAttention:
             qkv.data_ptr(), _address(bias), _address(norms and norms.q_weight), _address(norms and norms.k_weight),
             self._turns.data_ptr(), positions.data_ptr(), page_table.data_ptr(), keys.data_ptr(), values.data_ptr(),
             out.data_ptr(), self._sums.data_ptr(), self._scores.data_ptr(), self._arrived.data_ptr(), norms.eps if norms else 0.0,
-            self.head_dim**-0.5 * math.log2(math.e), self.num_q, self.num_kv, qkv.shape[0] if qkv.dim() == 4 else 0,
-            page_table.shape[1], self.page_size.bit_length() - 1, window or 0, grid.num_clusters,
-            positions.dtype == torch.int64, is_early,
+            self.head_dim**-0.5 * math.log2(math.e), self.num_q, self.num_kv, self.num_q // self.num_kv,
+            qkv.shape[0] if qkv.dim() == 4 else 0, page_table.shape[1], self.page_size.bit_length() - 1, window or 0,
+            grid.num_clusters, grid.alone_tiles, grid.shared_tiles, grid.num_stages,
+            grid.warp_bytes(self.dtype, self.head_dim), positions.dtype == torch.int64, is_early,
         )  # fmt: skip
         shape = (grid.num_clusters * grid.cluster, self.num_kv, num_rows)
         stream = torch.cuda.current_stream().cuda_stream
-        self._kernel.launch(shape, 32 * NUM_WARPS, (params,), stream, cluster=grid.cluster, is_pdl=self._is_pdl)
+        shared_bytes = grid.shared_bytes(self.dtype, self.head_dim)
+        self._kernel.launch(shape, 32 * grid.num_warps, (params,), stream, shared_bytes, grid.cluster, self._is_pdl)
         return out
 
     def _check_launch(
@@ -265,7 +246,7 @@ class DecodeAttention:
             raise TypeError(f"{name} must be {dtype} on {self._turns.device}, not {tensor.dtype} on {tensor.device}")
         if tuple(tensor.shape) != shape or not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous {list(shape)}, not {list(tensor.shape)} with strides {tensor.stride()}")
-        if name in ("qkv", "keys", "values") and tensor.data_ptr() % 16:
+        if name not in ("positions", "page_table") and tensor.data_ptr() % 16:
             raise ValueError(f"{name} must be aligned to 16 bytes")
 
 

@@ -2,7 +2,8 @@
 
 The launches go over the caches of so many layers that they do not stay in L2. Time includes what the kernel does besides: sums of
 the qkv parts, rotation, cache write. The peers only attend: torch's `scaled_dot_product_attention` over dense keys and, with
-`--flashinfer`, FlashInfer over the same pages. Everything of ours is checked before it is timed.
+`--flashinfer`, FlashInfer over the same pages. Everything of ours is checked before it is timed. `--trials` times other ways
+to share a row as well, and prints the fastest: numbers are those of `SplitGrid`, in its order.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import click
@@ -19,8 +20,10 @@ import torch.nn.functional as F
 
 from engine.bench.records import Record, commit
 from kernels.build import Build, default_cache_folder
-from kernels.decode_attention import DecodeAttention, SplitGrid, decode_attention, load_decode_attention
+from kernels.decode_attention import DecodeAttention, decode_attention, load_decode_attention
+from kernels.launch_kernel import Kernel
 from kernels.rotary import rotary_turns
+from kernels.split_grid import BLOCK_SHARED_BYTES, SplitGrid, split_grid
 
 SHAPES = {"qwen2.5-7b": (1, 28, 4), "qwen2.5-72b": (2, 32, 4), "qwen2.5-72b/8": (8, 8, 1)}  # tp, local query and KV heads
 WORK = ((1, 512), (1, 4096), (1, 32768), (8, 512), (8, 4096), (32, 512), (32, 4096))  # rows, cached tokens of each
@@ -29,6 +32,7 @@ LOAD_TB_S = 4.33  # HBM read by ordinary loads, the most that was measured on H2
 EMPTY_KERNEL_US = 0.51  # an empty kernel in a graph, as measured
 CACHE_BYTES, MAX_LAYERS, MIN_CALLS = 256 << 20, 64, 40
 TOLERANCE = 2e-2  # bf16 weights and results near 1
+SHOWN, TRIAL_REPEATS = 5, 3
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Work:
     num_kv: int
     rows: int
     context: int
+    room: int = 0  # tokens that a launch must be able to take, if more than there are
 
     @property
     def layer_bytes(self) -> int:
@@ -51,6 +56,10 @@ class Work:
     @property
     def row_pages(self) -> int:
         return self.context // PAGE_SIZE + 1
+
+    @property
+    def max_context(self) -> int:
+        return max(self.room, self.context + 1)
 
 
 class Tensors:
@@ -66,7 +75,11 @@ class Tensors:
         self.qkv = torch.randn(PARTS, rows, heads, HEAD_DIM, device="cuda") * 2
         self.out = torch.full((rows, work.num_q, HEAD_DIM), float("nan"), dtype=DTYPE, device="cuda")
         inv_freq = 1e6 ** -(torch.arange(0, HEAD_DIM, 2, device="cuda") / HEAD_DIM)
-        self.turns = rotary_turns(work.context + 1, inv_freq, 1.0, DTYPE)
+        self.turns = rotary_turns(work.max_context, inv_freq, 1.0, DTYPE)
+        self.wanted = torch.empty_like(self.out)
+        decode_attention(
+            self.qkv, self.positions, self.page_table, self.keys[0], self.values[0], self.wanted, self.turns, PAGE_SIZE
+        )  # fmt: skip
 
 
 def us_per_call(bodies: Sequence[Callable[[], object]], repeats: int) -> float:
@@ -91,23 +104,45 @@ def us_per_call(bodies: Sequence[Callable[[], object]], repeats: int) -> float:
     return statistics.median(times[1:])
 
 
-def ours(work: Work, x: Tensors, build: Build, grid: SplitGrid | None, is_pdl: bool) -> list[Callable[[], object]]:
+def ours(work: Work, x: Tensors, kernel: Kernel, grid: SplitGrid, is_pdl: bool) -> list[Callable[[], object]]:
     """A launch for each layer, after the first one's result was found right."""
-    kernel = load_decode_attention(build, DTYPE, HEAD_DIM)
-    num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     attention = DecodeAttention(
-        kernel, work.num_q, work.num_kv, PAGE_SIZE, x.turns, work.rows, work.context + 1, num_sms, grid, is_pdl
+        kernel, work.num_q, work.num_kv, PAGE_SIZE, x.turns, work.rows, work.max_context, num_sms(), grid, is_pdl
     )  # fmt: skip
 
     def launch(layer: int) -> torch.Tensor:
         return attention.launch(x.qkv, x.positions, x.page_table, x.keys[layer], x.values[layer], x.out)
 
-    wanted = torch.empty_like(x.out)
-    decode_attention(x.qkv, x.positions, x.page_table, x.keys[0], x.values[0], wanted, x.turns, PAGE_SIZE)
+    x.out.fill_(float("nan"))
     found = launch(0)
-    if not torch.allclose(found, wanted, atol=TOLERANCE, rtol=TOLERANCE):
-        sys.exit(f"decode attention is wrong for {work} on {grid}: off by {(found - wanted).abs().max().item():g}")
+    if not torch.allclose(found, x.wanted, atol=TOLERANCE, rtol=TOLERANCE):
+        sys.exit(f"decode attention is wrong for {work} on {grid}: off by {(found - x.wanted).abs().max().item():g}")
     return [lambda layer=layer: launch(layer) for layer in range(work.num_layers)]
+
+
+def num_sms() -> int:
+    return torch.cuda.get_device_properties("cuda").multi_processor_count
+
+
+def trial_grids(work: Work) -> list[SplitGrid]:
+    """Ways to share a row that leave no SM idle or take little more than each once, with as many clusters as then fit."""
+    pairs, grids = work.rows * work.num_kv, []
+    for num_warps, num_stages in ((4, 2), (4, 3), (4, 4), (8, 2), (8, 3)):
+        for cluster in (1, 2, 4, 8):
+            one = SplitGrid(cluster, 1, num_warps, num_stages)
+            a_sm = BLOCK_SHARED_BYTES // one.shared_bytes(DTYPE, HEAD_DIM)
+            most = max(1, a_sm * num_sms() // cluster // pairs)
+            if cluster > 1 and pairs * cluster > a_sm * num_sms():
+                continue
+            useful = -(-work.context // (16 * num_warps * cluster))
+            shares = [(num, tiles) for num in {most, max(1, most // 2)} for tiles in (1, 2, 4) if num > 1 and useful > 4 * tiles]
+            grids += [SplitGrid(cluster, min(num, useful), num_warps, num_stages, 2, tiles) for num, tiles in shares] or [one]
+    return grids
+
+
+def try_grids(work: Work, x: Tensors, kernel: Kernel, grids: Sequence[SplitGrid], is_pdl: bool) -> str:
+    times = sorted((us_per_call(ours(work, x, kernel, grid, is_pdl), TRIAL_REPEATS), astuple(grid)) for grid in grids)
+    return "".join(f"  {','.join(map(str, grid))} {us:.2f}" for us, grid in times[:SHOWN])
 
 
 def sdpa(work: Work, x: Tensors) -> list[Callable[[], object]]:
@@ -154,28 +189,44 @@ def note(record: Path | None, model: str, tp: int, work: Work, us: float, peers:
 
 @click.command(help=__doc__)
 @click.option("--repeats", default=7, show_default=True)
-@click.option("--grid", "grids", multiple=True, metavar="CTAS,CLUSTERS", help="Also this way to share a row; may be repeated.")
+@click.option("--grid", "grids", multiple=True, metavar="NUMBERS", help="Also this way to share a row; may be repeated.")
+@click.option("--trials", is_flag=True, help="Also many ways to share a row.")
+@click.option("--shape", "shapes", multiple=True, type=click.Choice(list(SHAPES)), help="These shapes only; may be repeated.")
+@click.option("--room", default=0, help="Tokens a launch must be able to take, if more than there are: as an engine's would.")
 @click.option("--pdl/--no-pdl", default=True, help="Whether a launch may start before the one before has ended.")
+@click.option("--peers/--no-peers", "has_peers", default=True, help="Whether to time the peers.")
 @click.option("--flashinfer", "has_flashinfer", is_flag=True, help="Beside FlashInfer, which may compile for a while.")
 @click.option("--record", type=click.Path(path_type=Path), help="Append the records to this file.")
 @torch.inference_mode()
-def main(repeats: int, grids: tuple[str, ...], pdl: bool, has_flashinfer: bool, record: Path | None) -> None:
+def main(
+    repeats: int,
+    grids: tuple[str, ...],
+    trials: bool,
+    shapes: tuple[str, ...],
+    room: int,
+    pdl: bool,
+    has_peers: bool,
+    has_flashinfer: bool,
+    record: Path | None,
+) -> None:
     commit()
-    build = Build(default_cache_folder())
-    for name, (tp, num_q, num_kv) in SHAPES.items():
+    kernel = load_decode_attention(Build(default_cache_folder()), DTYPE, HEAD_DIM)
+    for name in shapes or SHAPES:
+        tp, num_q, num_kv = SHAPES[name]
         for rows, context in WORK:
-            work = Work(num_q, num_kv, rows, context)
+            work = Work(num_q, num_kv, rows, context, room)
             x = Tensors(work)
-            us = us_per_call(ours(work, x, build, None, pdl), repeats)
+            usual = split_grid(rows, num_kv, num_sms(), work.max_context)
+            us = us_per_call(ours(work, x, kernel, usual, pdl), repeats)
             line = f"{name:14} {num_q:2}/{num_kv} heads {rows:3} rows {context:6} tokens "
             line += f"{us:8.2f} us {work.layer_bytes / us / 1e6:5.2f} TB/s"
-            peers = {"sdpa": us_per_call(sdpa(work, x), repeats)}
+            peers = {"sdpa": us_per_call(sdpa(work, x), repeats)} if has_peers else {}
             if has_flashinfer:
                 peers["flashinfer"] = us_per_call(flashinfer(work, x), repeats)
             line += "".join(f"  {peer} {value:8.2f}" for peer, value in peers.items())
-            for text in grids:
-                grid = SplitGrid(*map(int, text.split(",")))
-                line += f"  {text} {us_per_call(ours(work, x, build, grid, pdl), repeats):8.2f}"
+            others = [SplitGrid(*map(int, text.split(","))) for text in grids] + (trial_grids(work) if trials else [])
+            if others:
+                line += f"  [{','.join(map(str, astuple(usual)))}] " + try_grids(work, x, kernel, others, pdl)
             print(line, flush=True)
             note(record, name.split("/")[0], tp, work, us, peers, pdl)
 

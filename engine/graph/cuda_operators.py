@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +19,23 @@ from engine.weights import LayerWeights
 from kernels.advance_rows import launch_advance_rows, load_advance_rows
 from kernels.build import Build, default_cache_folder
 from kernels.decode_attention import HEAD_DIMS, MAX_GROUP, DecodeAttention, HeadNorms, load_decode_attention
+from kernels.elements import VECTOR_BYTES
+from kernels.embed import launch_embed, load_embed
 from kernels.gemv import Gemv, load_gemv
 from kernels.launch_kernel import Kernel
 from kernels.rotary import rotary_turns
+from kernels.silu_mul import launch_silu_mul, load_silu_mul
 
 FUSED_ROWS = 64  # up to here the sum, the residual and the norm are one kernel; more rows take more of its calls
+
+
+@dataclass(frozen=True)
+class EndKernels:
+    """The small kernels: how a step begins and ends, and the middle of a wide MLP."""
+
+    embed: Kernel
+    silu_mul: Kernel
+    advance: Kernel
 
 
 class CudaOperators(TorchOperators):
@@ -36,10 +49,10 @@ class CudaOperators(TorchOperators):
         peers: DeviceCommunicator | DeviceSingle,
         attention: DecodeAttention | None,
         gemv: Gemv,
-        advance: Kernel,
+        ends: EndKernels,
     ):
         super().__init__(step.config, step.plan, step.weights, step.comm, step.kv, num_ids)
-        self._peers, self._attention, self._gemv, self._advance = peers, attention, gemv, advance
+        self._peers, self._attention, self._gemv, self._ends = peers, attention, gemv, ends
         self._is_norm_fused = _takes_norm(step.config.hidden_size * step.dtype.itemsize)
         self._norms = [
             None if layer.q_norm is None else HeadNorms(layer.q_norm, layer.k_norm, step.config.rms_norm_eps)
@@ -52,6 +65,13 @@ class CudaOperators(TorchOperators):
     def prepare(self, rows: DeviceRows) -> Any:
         return super().prepare(rows) if self._attention is None else rows
 
+    def embed(self, rows: DeviceRows) -> tuple[torch.Tensor, torch.Tensor]:
+        table = self.weights.embedding
+        if table.shape[1] * table.element_size() % VECTOR_BYTES:
+            return super().embed(rows)
+        x, residual = (torch.empty(len(rows), table.shape[1], dtype=table.dtype, device=table.device) for _ in range(2))
+        return launch_embed(self._ends.embed, rows.token_ids, table, *self.plan.vocab_range, x, residual), residual
+
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._gemv.takes(x, weight):
             return self._gemv.linear(x, weight, bias)
@@ -60,7 +80,8 @@ class CudaOperators(TorchOperators):
     def gate_up(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         if self._gemv.takes(x, layer.gate_up, is_gate_up=True):
             return self._gemv.gate_up(x, layer.gate_up, layer.gate_up_bias)
-        return super().gate_up(x, layer)
+        both = super().linear(x, layer.gate_up, layer.gate_up_bias)
+        return launch_silu_mul(self._ends.silu_mul, both, both.new_empty(both.shape[0], both.shape[1] // 2))
 
     def attention(self, shared: Any, layer_idx: int, qkv: torch.Tensor) -> torch.Tensor:
         if self._attention is None:
@@ -96,7 +117,7 @@ class CudaOperators(TorchOperators):
         return product if product.dim() == 2 else product.sum(0).to(self.kv.keys.dtype)
 
     def advance(self, rows: DeviceRows, ids: torch.Tensor, values: torch.Tensor) -> None:
-        launch_advance_rows(self._advance, ids, values, rows.token_ids, rows.positions, rows.step, rows.ring.device_words)
+        launch_advance_rows(self._ends.advance, ids, values, rows.token_ids, rows.positions, rows.step, rows.ring.device_words)
 
 
 def open_operators(step: EagerStep, num_ids: int, max_rows: int, max_context: int) -> tuple[CudaOperators, Callable[[], None]]:
@@ -111,7 +132,8 @@ def open_operators(step: EagerStep, num_ids: int, max_rows: int, max_context: in
     num_sms = torch.cuda.get_device_properties(step.device).multi_processor_count
     attention = _open_attention(build, step, max_rows, max_context, num_sms, is_pdl)
     gemv = Gemv(load_gemv(build), num_sms, is_pdl)
-    operators = CudaOperators(step, num_ids, peers, attention, gemv, load_advance_rows(build))
+    ends = EndKernels(load_embed(build, step.dtype), load_silu_mul(build, step.dtype), load_advance_rows(build))
+    operators = CudaOperators(step, num_ids, peers, attention, gemv, ends)
     return operators, peers.check
 
 

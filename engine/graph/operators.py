@@ -21,6 +21,7 @@ from engine.rope import inverse_frequencies
 from engine.shard_plan import ShardPlan
 from engine.weights import LayerWeights, ModelWeights
 from kernels.advance_rows import advance_rows
+from kernels.embed import embed
 from kernels.kv_write import kv_write
 from kernels.linear import linear
 from kernels.rms_norm import rms_norm
@@ -38,8 +39,8 @@ class Operators(Protocol):
     def prepare(self, rows: DeviceRows) -> Any:
         """What all layers of a step share."""
 
-    def embed(self, rows: DeviceRows) -> torch.Tensor:
-        """`[rows, hidden]`: this rank's rows of the embedding, zeros for tokens of other ranks."""
+    def embed(self, rows: DeviceRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[rows, hidden]`: this rank's rows of the embedding, zeros for tokens of other ranks; and a residual of zeros."""
 
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> Any:
         """Product of `x` `[rows, in]` with `weight` `[out, in]`."""
@@ -108,13 +109,9 @@ class TorchOperators:
         masks = {window: _mask(positions[:, None], seen, window) for window in set(self.config.windows)}
         return TorchShared(cos, signed_sin, slots, is_padding, rows.page_table.long(), masks)
 
-    def embed(self, rows: DeviceRows) -> torch.Tensor:
-        if self.comm.size == 1:
-            return F.embedding(rows.token_ids, self.weights.embedding)
-        begin, end = self.plan.vocab_range
-        is_foreign = (rows.token_ids < begin) | (rows.token_ids >= end)
-        x = F.embedding((rows.token_ids - begin).masked_fill(is_foreign, 0), self.weights.embedding)
-        return x.masked_fill(is_foreign[:, None], 0.0)
+    def embed(self, rows: DeviceRows) -> tuple[torch.Tensor, torch.Tensor]:
+        x = embed(rows.token_ids, self.weights.embedding, *self.plan.vocab_range)
+        return x, torch.zeros_like(x)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return linear(x, weight, bias)

@@ -15,6 +15,12 @@ __device__ __forceinline__ u32 cluster_size() {
     return size;
 }
 
+__device__ __forceinline__ u32 cluster_idx() {  // of a grid whose clusters lie along x
+    u32 idx;
+    asm("mov.u32 %0, %%clusterid.x;" : "=r"(idx));
+    return idx;
+}
+
 // Where CTA `rank` of the cluster keeps what this CTA keeps at `own`.
 __device__ __forceinline__ u32 shared_address_at(u32 own, u32 rank) {
     u32 remote;
@@ -41,6 +47,21 @@ __device__ __forceinline__ void st_async(float* target, u64* mailbox, u32 rank, 
                  : "memory");
 }
 
+// The same for several values: `target` is aligned to all of them.
+__device__ __forceinline__ void st_async(float2* target, u64* mailbox, u32 rank, float2 value) {
+    u32 address = shared_address_at(shared_address(target), rank), counter = shared_address_at(shared_address(mailbox), rank);
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address), "f"(value.x),
+                 "f"(value.y), "r"(counter)
+                 : "memory");
+}
+
+__device__ __forceinline__ void st_async(float4* target, u64* mailbox, u32 rank, float4 value) {
+    u32 address = shared_address_at(shared_address(target), rank), counter = shared_address_at(shared_address(mailbox), rank);
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+                 "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(counter)
+                 : "memory");
+}
+
 // All bytes have arrived and are visible. First use of the mailbox only (phase 0).
 __device__ __forceinline__ void wait_bytes(u64* mailbox) {
     u32 is_complete = 0;
@@ -50,12 +71,4 @@ __device__ __forceinline__ void wait_bytes(u64* mailbox) {
             : "=r"(is_complete)
             : "r"(shared_address(mailbox))
             : "memory");
-}
-
-// What CTA `rank` of the cluster keeps where this CTA keeps `own`. Complete once `cluster_arrive` there and `cluster_wait` here passed;
-// that CTA must not leave before another such pair.
-__device__ __forceinline__ float ld_shared_at(const float* own, u32 rank) {
-    float value;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(shared_address_at(shared_address(own), rank)) : "memory");
-    return value;
 }

@@ -2,20 +2,19 @@
 #pragma once
 #include "types.cuh"
 
-// 16 bytes that this SM reads once: they need not push anything out of L1. Volatile, so that a load written before a wait is also
-// issued before it.
-__device__ __forceinline__ uint4 ld_once(const void* address) {
-    uint4 value;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(address));
+// What another CTA of this kernel wrote, from where all SMs see the same.
+__device__ __forceinline__ float2 ld_relaxed_gpu(const float2* address) {
+    float2 value;
+    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "l"(address) : "memory");
     return value;
 }
 
-// What another CTA of this kernel wrote, from where all SMs see the same.
-__device__ __forceinline__ float ld_relaxed_gpu(const float* address) {
-    float value;
-    asm("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
+__device__ __forceinline__ float4 ld_relaxed_gpu(const float4* address) {
+    float4 value;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "l"(address)
+                 : "memory");
     return value;
 }
 

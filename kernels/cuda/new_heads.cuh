@@ -16,40 +16,81 @@ __device__ __forceinline__ int head_elem(int part, int i) {
 
 __device__ __forceinline__ float round_to_elem(float value) { return to_float(from_float(value)); }
 
-__device__ __forceinline__ Head load_head(const elem_bits* source) {
+// A lane's elements of one half of a head, as they lie in memory.
+struct __align__(HALF_ELEMS * sizeof(elem_bits)) HalfElems {
+    elem_bits elems[HALF_ELEMS];
+};
+
+// Of both halves: elements that are on their way, for nothing is done with them yet.
+struct RawHead {
+    HalfElems half[2];
+};
+
+// `first`: this lane's first element of a head.
+__device__ __forceinline__ RawHead load_raw_at(const elem_bits* first) {
+    RawHead raw;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) raw.half[part] = *reinterpret_cast<const HalfElems*>(first + part * (HEAD_DIM / 2));
+    return raw;
+}
+
+// `source`: of a head, aligned to 16 bytes as all here.
+__device__ __forceinline__ RawHead load_raw(const elem_bits* source) { return load_raw_at(source + head_elem(0, 0)); }
+
+__device__ __forceinline__ Head to_head(const RawHead& raw) {
     Head head;
 #pragma unroll
     for (int part = 0; part < 2; ++part)
 #pragma unroll
-        for (int i = 0; i < HALF_ELEMS; ++i) head.half[part][i] = to_float(source[head_elem(part, i)]);
+        for (int i = 0; i < HALF_ELEMS; ++i) head.half[part][i] = to_float(raw.half[part].elems[i]);
     return head;
 }
 
-__device__ __forceinline__ void add_part(Head& head, const float* source) {
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-#if HEAD_DIM == 128
-        const float2 more = *reinterpret_cast<const float2*>(source + head_elem(part, 0));
-        head.half[part][0] += more.x, head.half[part][1] += more.y;
-#else
-        head.half[part][0] += source[head_elem(part, 0)];
-#endif
-    }
-}
-
-// `bias`: of this head, or null.
-__device__ __forceinline__ void add_bias_and_round(Head& head, const elem_bits* bias) {
+__device__ __forceinline__ RawHead to_raw(const Head& head) {
+    RawHead raw;
 #pragma unroll
     for (int part = 0; part < 2; ++part)
 #pragma unroll
-        for (int i = 0; i < HALF_ELEMS; ++i) {
-            if (bias != nullptr) head.half[part][i] += to_float(bias[head_elem(part, i)]);
-            head.half[part][i] = round_to_elem(head.half[part][i]);
-        }
+        for (int i = 0; i < HALF_ELEMS; ++i) raw.half[part].elems[i] = from_float(head.half[part][i]);
+    return raw;
+}
+
+// Floats of a head from this lane's first one on, or zeros if not `is_there`: without a branch, so that many are on their way together.
+__device__ __forceinline__ Head load_part_if(const float* first, bool is_there) {
+    Head head;
+#if HEAD_DIM == 128
+    asm volatile(
+        "{\n.reg .pred there;\nsetp.ne.u32 there, %5, 0;\n"
+        "mov.f32 %0, 0f00000000;\nmov.f32 %1, 0f00000000;\nmov.f32 %2, 0f00000000;\nmov.f32 %3, 0f00000000;\n"
+        "@there ld.global.v2.f32 {%0, %1}, [%4];\n@there ld.global.v2.f32 {%2, %3}, [%4 + 256];\n}"
+        : "=&f"(head.half[0][0]), "=&f"(head.half[0][1]), "=&f"(head.half[1][0]), "=&f"(head.half[1][1])
+        : "l"(first), "r"(static_cast<u32>(is_there)));
+#else
+    asm volatile(
+        "{\n.reg .pred there;\nsetp.ne.u32 there, %3, 0;\nmov.f32 %0, 0f00000000;\nmov.f32 %1, 0f00000000;\n"
+        "@there ld.global.f32 %0, [%2];\n@there ld.global.f32 %1, [%2 + 128];\n}"
+        : "=&f"(head.half[0][0]), "=&f"(head.half[1][0])
+        : "l"(first), "r"(static_cast<u32>(is_there)));
+#endif
+    return head;
+}
+
+__device__ __forceinline__ void add(Head& head, const Head& other) {
+#pragma unroll
+    for (int part = 0; part < 2; ++part)
+#pragma unroll
+        for (int i = 0; i < HALF_ELEMS; ++i) head.half[part][i] += other.half[part][i];
+}
+
+__device__ __forceinline__ void round_head(Head& head) {
+#pragma unroll
+    for (int part = 0; part < 2; ++part)
+#pragma unroll
+        for (int i = 0; i < HALF_ELEMS; ++i) head.half[part][i] = round_to_elem(head.half[part][i]);
 }
 
 // RMSNorm over the head. Rounded before the weight and after it, as `kernels/rms_norm.py` does with half types.
-__device__ __forceinline__ void normalise(Head& head, const elem_bits* weight, float eps) {
+__device__ __forceinline__ void normalise(Head& head, const Head& weight, float eps) {
     float squares = 0.0f;
 #pragma unroll
     for (int part = 0; part < 2; ++part)
@@ -61,7 +102,7 @@ __device__ __forceinline__ void normalise(Head& head, const elem_bits* weight, f
     for (int part = 0; part < 2; ++part)
 #pragma unroll
         for (int i = 0; i < HALF_ELEMS; ++i)
-            head.half[part][i] = round_to_elem(round_to_elem(head.half[part][i] * scale) * to_float(weight[head_elem(part, i)]));
+            head.half[part][i] = round_to_elem(round_to_elem(head.half[part][i] * scale) * weight.half[part][i]);
 }
 
 // `turn`: cosines and sines of the position, [2][HEAD_DIM / 2] as a head. The product with the cosine is rounded by itself, as
@@ -75,9 +116,7 @@ __device__ __forceinline__ void rotate(Head& head, const Head& turn) {
     }
 }
 
-__device__ __forceinline__ void store_head(elem_bits* target, const Head& head) {
+__device__ __forceinline__ void store_raw(elem_bits* target, const RawHead& raw) {
 #pragma unroll
-    for (int part = 0; part < 2; ++part)
-#pragma unroll
-        for (int i = 0; i < HALF_ELEMS; ++i) target[head_elem(part, i)] = from_float(head.half[part][i]);
+    for (int part = 0; part < 2; ++part) *reinterpret_cast<HalfElems*>(target + head_elem(part, 0)) = raw.half[part];
 }

@@ -17,6 +17,29 @@ __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const u32 (&a)[4], u3
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Four matrices of 8 x 8 elements from shared memory: lane l gives the address of row l % 8 of matrix l / 8, 16 bytes, and gets
+// elements 2t and 2t + 1 of row g of each matrix; transposed, those of column g.
+__device__ __forceinline__ void ld_matrices(u32 (&matrices)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void ld_matrices_transposed(u32 (&matrices)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// A matrix of 8 x 8 elements, elements 2t and 2t + 1 of row g with each lane, turned.
+__device__ __forceinline__ u32 transpose_matrix(u32 elems) {
+    u32 turned;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(elems));
+    return turned;
+}
+
 // Two elements, `low` in the lower half.
 __device__ __forceinline__ u32 pack_elems(float low, float high) {
     u32 packed;
@@ -27,7 +50,3 @@ __device__ __forceinline__ u32 pack_elems(float low, float high) {
 #endif
     return packed;
 }
-
-// The lower elements of two words, and the higher ones.
-__device__ __forceinline__ u32 low_elems(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
-__device__ __forceinline__ u32 high_elems(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }

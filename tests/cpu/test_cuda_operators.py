@@ -9,16 +9,18 @@ import torch
 
 from comm.vocabulary import best_of_ranks, local_best
 from engine.graph import cuda_operators
-from engine.graph.cuda_operators import CudaOperators
+from engine.graph.cuda_operators import CudaOperators, EndKernels
 from engine.graph.operators import _exchange
 from engine.graph.row_state import RowState
 from engine.graph.step import TwinBurst
 from engine.rope import inverse_frequencies
 from kernels.advance_rows import advance_rows
 from kernels.decode_attention import decode_attention
+from kernels.embed import embed
 from kernels.gemv import gemv_twin
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary_turns
+from kernels.silu_mul import silu_mul
 from tests.cpu.engine_harness import CPU, answer, request
 from tests.cpu.test_burst import prompts
 from tests.cpu.tiny import make_model, save_model
@@ -82,10 +84,13 @@ def twin_attention(step, max_context: int):
 @pytest.mark.parametrize("has_attention", (True, False))
 @pytest.mark.parametrize("family", ("qwen2", "qwen3"))
 def test_the_wiring(family, has_attention, most_rows, size, tmp_path, monkeypatch):
-    def launch(kernel, *tensors):
-        advance_rows(*tensors)
+    def launch_embed(kernel, ids, table, begin, end, out, zeroed):
+        zeroed.zero_()
+        return out.copy_(embed(ids, table, begin, end))
 
-    monkeypatch.setattr(cuda_operators, "launch_advance_rows", launch)
+    monkeypatch.setattr(cuda_operators, "launch_advance_rows", lambda kernel, *tensors: advance_rows(*tensors))
+    monkeypatch.setattr(cuda_operators, "launch_embed", launch_embed)
+    monkeypatch.setattr(cuda_operators, "launch_silu_mul", lambda kernel, both, out: out.copy_(silu_mul(both)))
     monkeypatch.setattr(cuda_operators, "FUSED_ROWS", 3)
     windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1} if family == "qwen2" else {}
     folder = save_model(make_model(family, max_position_embeddings=128, **windows), tmp_path)
@@ -95,7 +100,8 @@ def test_the_wiring(family, has_attention, most_rows, size, tmp_path, monkeypatc
         step, max_context = replica.backend, replica.scheduler.limits.max_model_len
         attention = twin_attention(step, max_context) if has_attention else None
         gemvs.append(TwinGemv(most_rows))
-        operators = CudaOperators(step, replica.full_vocab, TwinPeers(replica.comm), attention, gemvs[-1], None)
+        ends = EndKernels(None, None, None)
+        operators = CudaOperators(step, replica.full_vocab, TwinPeers(replica.comm), attention, gemvs[-1], ends)
         return TwinBurst(operators, RowState(8, -(-max_context // step.kv.page_size), CPU, replica.comm.check))
 
     # Lengths fall apart, so that steps of four, three, two rows and one are among them.

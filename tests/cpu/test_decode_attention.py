@@ -12,15 +12,14 @@ from kernels.decode_attention import (
     SOURCE,
     AttentionParams,
     DecodeAttention,
-    SplitGrid,
     decode_attention,
     load_decode_attention,
-    split_grid,
 )
 from kernels.kv_write import kv_write
 from kernels.paged_attention import paged_attention, plan_row
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary_table, rotary_turns, rotate
+from kernels.split_grid import BLOCK_SHARED_BYTES, STAGES, WARPS, SplitGrid, split_grid
 from tests.gpu.attention_case import AttentionCase, Step
 
 CPU = torch.device("cpu")
@@ -84,14 +83,37 @@ def test_turns_are_the_rotary_table_by_position():
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 32, 33, 64, 100, 256])
 @pytest.mark.parametrize("kv_heads", [1, 4, 8])
-def test_grid_fills_the_gpu_and_no_cluster_is_too_large(rows, kv_heads):
+def test_grid_fills_the_gpu_and_fits_it(rows, kv_heads):
     for num_sms in (78, 132):
         grid = split_grid(rows, kv_heads, num_sms, 32768)
         num_ctas = rows * kv_heads * grid.cluster * grid.num_clusters
-        assert grid.cluster in (2, 4, 8) and (grid.cluster == 8 or grid.num_clusters == 1)
-        assert num_ctas >= min(num_sms, 2 * rows * kv_heads)
-        assert num_ctas <= 2 * num_sms or grid.num_clusters == 1, "clusters that share a row should run at once"
+        places = num_sms * (BLOCK_SHARED_BYTES // grid.shared_bytes(torch.bfloat16, 128))
+        assert 2 * num_ctas * grid.num_warps >= 4 * num_sms, "two warps an SM, and up to a half lost to a power of two"
+        assert num_ctas <= places or grid.cluster == grid.num_clusters == 1, "what shares a row should run at once"
         assert split_grid(rows, kv_heads, num_sms, 100).num_clusters == 1
+
+
+@pytest.mark.parametrize("numbers", [(3, 1), (16, 1), (2, 0), (2, 1, 5), (2, 1, 4, 1), (2, 1, 4, 5), (2, 1, 4, 2, 0)])
+def test_a_grid_that_the_kernel_cannot_have_is_refused(numbers):
+    with pytest.raises(ValueError, match="cannot be shared as SplitGrid"):
+        SplitGrid(*numbers)
+
+
+def test_a_grid_that_needs_too_much_shared_memory_is_refused():
+    step = Step(AttentionCase((5,)), "cpu")
+    with pytest.raises(ValueError, match="takes 278528 bytes of shared memory a CTA, more than 232448"):
+        launcher(step, Kernel(), grid=SplitGrid(1, 1, 8, 4))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_sums_of_a_warp_fit_where_its_tiles_were(head_dim):
+    for dtype in ELEMS:
+        for num_warps in WARPS:
+            for num_stages in STAGES:
+                grid = SplitGrid(1, 1, num_warps, num_stages)
+                assert grid.warp_bytes(dtype, head_dim) >= 16 * (head_dim + 4) * 4
+                if dtype != torch.float32:
+                    assert grid.warp_bytes(dtype, head_dim) >= num_stages * 2 * 16 * head_dim * 2
 
 
 class Kernel:
@@ -99,7 +121,7 @@ class Kernel:
         self.launches = []
 
     def launch(self, grid, block, args, stream, shared_bytes=0, cluster=1, is_pdl=False):
-        self.launches.append((grid, block, args[0], stream, cluster, is_pdl))
+        self.launches.append((grid, block, args[0], stream, shared_bytes, cluster, is_pdl))
 
 
 @pytest.fixture
@@ -117,17 +139,21 @@ def test_launch_passes_addresses_and_shapes(stream):
     step, kernel = Step(AttentionCase((0, 3000, -1), parts=3, has_norms=True, window=9, is_wide=True), "cpu"), Kernel()
     attention = launcher(step, kernel)
     assert attention.launch(*step.arguments(), **step.options(), is_early=False) is step.out
-    ((grid, block, params, raw_stream, cluster, is_pdl),) = kernel.launches
+    ((grid, block, params, raw_stream, shared_bytes, cluster, is_pdl),) = kernel.launches
     expected = split_grid(3, 2, 132, 3001)
     assert expected.num_clusters > 1
-    assert (grid, block, raw_stream, cluster, is_pdl) == ((8 * expected.num_clusters, 2, 3), 128, 77, 8, True)
+    assert (grid, block) == ((expected.cluster * expected.num_clusters, 2, 3), 32 * expected.num_warps)
+    assert (raw_stream, is_pdl) == (77, True)
+    assert (shared_bytes, cluster) == (expected.shared_bytes(torch.bfloat16, 128), expected.cluster)
     assert isinstance(params, AttentionParams)
     tensors = {"qkv": step.qkv, "bias": step.bias, "q_norm": step.norms.q_weight, "k_norm": step.norms.k_weight,
                "turns": step.turns, "positions": step.positions, "pages": step.page_table, "keys": step.keys,
                "values": step.values, "out": step.out}  # fmt: skip
     assert {name: getattr(params, name) for name in tensors} == {name: tensor.data_ptr() for name, tensor in tensors.items()}
     numbers = {"num_q": 8, "num_kv": 2, "num_parts": 3, "max_pages": step.page_table.shape[1], "page_shift": 4, "window": 9,
-               "num_clusters": expected.num_clusters, "is_wide": 1, "is_early": 0}  # fmt: skip
+               "group": 4, "num_clusters": expected.num_clusters, "alone_tiles": expected.alone_tiles,
+               "shared_tiles": expected.shared_tiles, "num_stages": expected.num_stages,
+               "warp_bytes": expected.warp_bytes(torch.bfloat16, 128), "is_wide": 1, "is_early": 0}  # fmt: skip
     assert {name: getattr(params, name) for name in numbers} == numbers
     assert params.scale == pytest.approx(128**-0.5 / 0.6931471805599453)
     assert params.sums and params.scores and params.arrived
@@ -136,7 +162,7 @@ def test_launch_passes_addresses_and_shapes(stream):
 def test_launch_without_bias_norms_and_window(stream):
     step, kernel = Step(AttentionCase((5,), parts=0, has_bias=False), "cpu"), Kernel()
     launcher(step, kernel, grid=SplitGrid(2, 1), is_pdl=False).launch(*step.arguments())
-    ((grid, _, params, _, cluster, is_pdl),) = kernel.launches
+    ((grid, _, params, _, _, cluster, is_pdl),) = kernel.launches
     assert (grid, cluster, is_pdl) == ((2, 2, 1), 2, False)
     assert (params.bias, params.q_norm, params.k_norm, params.num_parts, params.window, params.is_early) == (0, 0, 0, 0, 0, 1)
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.decode_attention import HeadNorms, SplitGrid
+from kernels.decode_attention import HeadNorms
 from kernels.rotary import rotary_turns
+from kernels.split_grid import SplitGrid
 
 UNUSED_PAGE = 1 << 28  # behind a row's last page: reading the cache there would fault
 NAN = float("nan")

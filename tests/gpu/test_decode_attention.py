@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kernels.build import Build, default_cache_folder
-from kernels.decode_attention import DecodeAttention, SplitGrid, decode_attention, load_decode_attention
+from kernels.decode_attention import DecodeAttention, decode_attention, load_decode_attention
+from kernels.split_grid import SplitGrid
 from tests.gpu.attention_case import AttentionCase, Step
 
 DEVICE = "cuda"
@@ -15,7 +16,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # that is a rounding apart shifts its scores; fp32: sums in another order.
 TOLERANCE = {BF16: 4e-2, FP16: 5e-3, FP32: 5e-5}
 BUILD = Build(default_cache_folder())
-ALL_CLUSTERS = [SplitGrid(cluster, num) for cluster in (1, 2, 4, 8) for num in (1, 2, 5)]
+ALL_GRIDS = [SplitGrid(cluster, num) for cluster in (1, 2, 4, 8) for num in (1, 2, 5)]
+ALL_GRIDS += [SplitGrid(2, 3, warps, stages, 1, 1) for warps, stages in ((4, 2), (4, 3), (4, 4), (8, 2), (8, 3))]
 
 
 def launcher(step: Step, **options) -> DecodeAttention:
@@ -72,9 +74,10 @@ def test_lengths(dtype, head_dim):
     check(AttentionCase(BORDERS, dtype=dtype, head_dim=head_dim))
 
 
-@pytest.mark.parametrize("grid", ALL_CLUSTERS, ids=str)
+@pytest.mark.parametrize("grid", ALL_GRIDS, ids=str)
 def test_every_way_to_share_a_row(grid):
-    check(AttentionCase((0, 15, 65, 300, 513, 1025, 2047, 2048, 2049), num_q=7, num_kv=1, grid=grid))
+    for num_q, head_dim in ((7, 128), (16, 64)):
+        check(AttentionCase((0, 15, 65, 300, 513, 1025, 2047, 2048, 2049), num_q=num_q, num_kv=1, head_dim=head_dim, grid=grid))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
