@@ -43,7 +43,7 @@ class Constants:
     library_tb_s: Constant = Constant(4.42, "TB/s", _LIBRARY, scales_with="hbm")
     library_us: Constant = Constant(4.3, "us a product", _LIBRARY)
     matrix_tflops: Constant = Constant(
-        790.0, "TFLOP/s", "trial on an H200, 2026-11-30: large bf16 products of torch", scales_with="matrix"
+        790.0, "TFLOP/s", "guess: 80 % of the datasheet's 989 for large bf16 products; no run behind it", False, "matrix"
     )
     attention_tb_s: Constant = Constant(1.55, "TB/s of keys and values", _ATTENTION, False, "hbm")
     attention_us: Constant = Constant(4.6, "us a layer", _ATTENTION, False)
