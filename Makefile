@@ -17,6 +17,7 @@ BIN      := $(VENV)/bin
 TORCHRUN  = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(TP)
 STAMP    := $(VENV)/.doorbell-installed
 COMPILER := $(VENV)/.doorbell-compiler-installed
+PLOTTER  := $(VENV)/.doorbell-plotter-installed
 # Calls of a soak, and what it is started through: needed where ranks share a GPU.
 CALLS    ?= 1000000
 MPS      ?= sh launch/with_mps.sh
@@ -33,7 +34,7 @@ ARCH     ?= sm_90a
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo test test-gpu test-ranks memcheck lint kernels bench-comm bench-signal bench-soak bench-attention bench-decode \
-	bench-cpu clean
+	bench-cpu results clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -102,6 +103,13 @@ bench-decode:  ## On a machine with GPUs: ms a token; MODEL= TP= DTYPE= BATCH= P
 
 bench-cpu: model  ## Decode and prefill against transformers on the default model, batch 1 and 8
 	$(BIN)/python -m engine.bench.cpu --model $(MODEL) --record results/cpu.jsonl
+
+$(PLOTTER): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[results]'
+	@touch $@
+
+results: $(PLOTTER)  ## Make results/README.md and its plots from the records in results/
+	$(BIN)/python -m results.render
 
 clean:  ## Remove .venv, the model and caches
 	rm -rf $(VENV) models .pytest_cache .hypothesis .ruff_cache build *.egg-info

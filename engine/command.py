@@ -51,7 +51,7 @@ class CommandOptions:
     comm: str
     share_gpus: bool
     shard_of: int | None
-    eager: bool
+    graphs: bool
     threads: int | None
     is_ngram: bool
     draft_model: str | None
@@ -92,7 +92,7 @@ class CommandOptions:
             draft_model=self.draft_model,
             num_drafts=self.num_drafts,
             draft_kv_memory_bytes=self.draft_kv_memory,
-            is_eager=self.eager,
+            is_eager=not self.graphs,
         )
 
     def sampling_options(self) -> dict[str, object]:

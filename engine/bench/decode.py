@@ -160,7 +160,7 @@ def open_engine(case: Case, model: str, device: str, shard_of: int | None = None
 
     *Collective*. *Raises* `DoorbellError`.
     """
-    settings: dict[str, object] = {"is_eager": True} if is_eager else {}
+    settings: dict[str, object] = {"is_eager": is_eager}
     return Engine(
         model,
         load_format="dummy",

@@ -76,6 +76,15 @@ def test_nvshmem_has_one_door():
     assert {str(path.relative_to(ROOT)) for path in callers} == {"comm/heap_nvshmem.py"}
 
 
+def test_results_hold_no_code_but_the_renderer_which_stands_alone():
+    code = {path for path in (ROOT / "results").rglob("*.py")}
+    assert code and all(path.parent == ROOT / "results" / "render" for path in code)
+    for path in code:
+        packages = {module.split(".")[0] for module in imported_modules(parsed(path))}
+        assert not packages & {*ORDER, "tests"}, path.name
+    assert not [path for path in FILES if any(m.split(".")[0] == "results" for m in imported_modules(parsed(path)))]
+
+
 @pytest.mark.parametrize("package", ORDER)
 def test_package_files_hold_a_docstring_only(package):
     (only,) = parsed(ROOT / package / "__init__.py").body

@@ -1,0 +1,52 @@
+"""What the page says of each bench. A bench that is not listed is rendered like the others, under its own name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`work`: metrics that are the size of the work. `whole`: the metric of which others with its unit are parts.
+    `like`: metrics that are held against the ceiling and the peers of another. `split`: keys of the case with a table a value.
+    `is_by_algorithm`: a column an algorithm."""
+
+    title: str
+    about: str = ""
+    work: tuple[str, ...] = ()
+    whole: str | None = None
+    like: dict[str, str] = field(default_factory=dict)
+    split: tuple[str, ...] = ()
+    is_by_algorithm: bool = False
+
+
+LAYOUTS = {
+    "decode": Layout("Decode", "Random weights of a public shape, the whole engine. TPOT excludes prefill.", split=("model",)),
+    "prefill": Layout("Prefill", "Time to the first token, and prompt tokens a second.", like={"ttft_p90_ms": "ttft_ms"}),
+    "throughput": Layout("Throughput", "Many requests of mixed lengths, all there at the start."),
+    "speculate": Layout("Speculation", "Speedup over plain decode of the same rows."),
+    "coldstart": Layout("Cold start", "From the start of the process to the first token.", whole="first_token_s"),
+    "stages": Layout("Stages of a step", "Each stage beside its share of the wall time.", whole="wall_us"),
+    "all_reduce": Layout(
+        "All-reduce",
+        "Dependent calls in a CUDA graph, the slowest rank, the median of repeats. Bold is the fastest of a row; the share of\n"
+        "the ceiling and the ratios to peers are the fastest one's. Ranks that share a GPU have no ceiling of their own and no\n"
+        "peer (NCCL refuses them): there the baseline is `one_shot`, the textbook form.",
+        split=("world", "ranks_per_gpu", "dtype"),
+        is_by_algorithm=True,
+    ),
+    "put_signal": Layout("Put-with-signal", "One hop between two GPUs; the ceiling is the bare link, one word there."),
+    "soak": Layout("Soak", "All-reduces with changing data and sizes, every one checked on the device.", work=("calls",)),
+    "product": Layout("Products of a decode step", "Each kind alone, weights from HBM.", split=("model",)),
+    "decode_attention": Layout("Decode attention", "One layer's share of a step."),
+    "cpu": Layout("CPU", "Against transformers in one process; only the ratios hold on another day."),
+}  # fmt: skip
+
+
+def layout_of(bench: str) -> Layout:
+    return LAYOUTS.get(bench) or Layout(f"`{bench}`")
+
+
+def bench_order(bench: str) -> tuple[int, str]:
+    known = list(LAYOUTS)
+    return (known.index(bench) if bench in LAYOUTS else len(known)), bench
