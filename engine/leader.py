@@ -20,6 +20,7 @@ from engine.sequence import Sequence
 from engine.step_message import StepMessage
 from engine.stop_strings import StopStrings
 from engine.text import Text
+from engine.token_rules import TokenRules
 
 NOT_A_NUMBER = "the model's logits are not finite numbers"
 
@@ -83,6 +84,7 @@ class Leader:
                 after=first_id,
                 temperature=0.0 if state.is_greedy else request.params.temperature,
                 stream_key=state.stream_key,
+                rules=TokenRules.of(request.params, state.is_greedy, state.forbidden_ids),
             )
             self._next_id += 1
             first_id = sequence.seq_id if first_id is None else first_id
@@ -130,7 +132,7 @@ class Leader:
 
     def _steps_alone(self, current: Sample) -> int:
         params, num_tokens = current.request.params, len(current.token_ids)
-        if params.logprobs is not None or not current.state.is_sharded:
+        if params.logprobs is not None or not current.sequence.rules.is_small:
             return 0
         room = self.max_tokens_total - current.sequence.num_prompt - num_tokens
         return room if params.max_tokens is None else min(room, params.max_tokens - num_tokens)

@@ -1,6 +1,7 @@
 """From logits to the next token: penalties, filters, and a draw that depends on nothing but the row.
 
-Runs on rank 0 only; the other ranks receive the token. Order of the steps, as in transformers: repetition penalty (prompt and
+Runs on rank 0 only; the other ranks receive the token. Bursts choose on the device instead, by the same steps
+(`kernels/filter_logits.py`). Order of the steps, as in transformers: repetition penalty (prompt and
 output), presence and frequency penalties (output only), logit bias, minimum length, temperature, top-k, top-p, min-p, draw.
 Log-probabilities are those of the model, before any of these.
 
@@ -49,14 +50,6 @@ class SamplerState:
     def is_plain(self) -> bool:
         """True if the next token is the arg-max of the untouched logits."""
         return self.is_greedy and self._is_untouched
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if the next token is the best of the untouched logits, or the best after noise: what each rank can find in its
-        part of the vocabulary, so that the whole row need not come together."""
-        params = self.params
-        is_unfiltered = params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0
-        return (self.is_greedy or is_unfiltered) and self._is_untouched
 
     @property
     def _is_untouched(self) -> bool:
@@ -128,7 +121,8 @@ def apply_penalties(logits: torch.Tensor, state: SamplerState) -> torch.Tensor:
     if params.repetition_penalty != 1.0:
         ids = _seen_ids(state, device)
         picked = logits[ids]
-        logits[ids] = torch.where(picked < 0, picked * params.repetition_penalty, picked / params.repetition_penalty)
+        penalty = torch.full_like(picked, params.repetition_penalty)  # a tensor: a GPU divides by a number inexactly
+        logits[ids] = torch.where(picked < 0, picked * penalty, picked / penalty)
     if (params.presence_penalty or params.frequency_penalty) and state.output_counts:
         ids = torch.tensor(list(state.output_counts), device=device)
         counts = torch.tensor(list(state.output_counts.values()), dtype=logits.dtype, device=device)

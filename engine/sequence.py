@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 
+from engine.token_rules import NO_RULES, TokenRules
+
 NO_KEY = bytes(16)
 
 
@@ -16,7 +18,8 @@ class Sequence:
     therefore never skips computed ones. `after` is a sequence with the same prompt that must be prefilled first, so that this
     one finds the prompt's pages. `drafted` are guesses at the tokens that come next: their keys and values follow those of the
     `num_computed` tokens in the cache, but nobody has chosen them yet. `temperature` and `stream_key` are what the device needs
-    to choose a token itself: 0 takes the likeliest, anything else draws with the noise of that stream (`engine.sampler`).
+    to choose a token itself: 0 takes the likeliest, anything else draws with the noise of that stream (`engine.sampler`); `rules`
+    is what else bears on the choice.
     """
 
     seq_id: int
@@ -32,6 +35,7 @@ class Sequence:
     drafted: tuple[int, ...] = ()
     temperature: float = 0.0
     stream_key: bytes = NO_KEY
+    rules: TokenRules = NO_RULES
 
     @property
     def num_pending(self) -> int:

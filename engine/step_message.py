@@ -12,10 +12,11 @@ from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 
 from engine.sequence import Sequence
+from engine.token_rules import TokenRules
 
 NO_SEQUENCE = -1
 GO_ON = -1
-_NUM_HEADER, _NUM_ADDED = 7, 8  # integers before the tokens, and of an added row before its own
+_NUM_HEADER, _NUM_ADDED = 7, 8  # integers before the tokens, and of an added row before its rules and tokens
 
 
 @dataclass
@@ -47,7 +48,7 @@ class StepMessage:
             after = NO_SEQUENCE if new.after is None else new.after
             ints += (new.seq_id, new.num_prompt, new.max_tokens_total, int(new.wants_prompt_logits), after)
             ints += struct.unpack("<3q", struct.pack("<d", new.temperature) + new.stream_key)
-            ints += new.token_ids
+            ints += (*new.rules.encode(), *new.token_ids)
         return ints
 
     @classmethod
@@ -59,8 +60,8 @@ class StepMessage:
         message.finished = list(ints[at : at + num_finished])
         at += num_finished
         for _ in range(num_added):
-            message.added.append(_decode_added(ints, at))
-            at += _NUM_ADDED + message.added[-1].num_prompt
+            sequence, at = _decode_added(ints, at)
+            message.added.append(sequence)
         return message
 
 
@@ -75,18 +76,21 @@ def _decode_runs(ints: Ints[int], at: int, count: int) -> tuple[list[tuple[int, 
     return runs, at
 
 
-def _decode_added(ints: Ints[int], at: int) -> Sequence:
-    """The row that begins at `at`."""
+def _decode_added(ints: Ints[int], at: int) -> tuple[Sequence, int]:
+    """The row that begins at `at`, and where it ends."""
     seq_id, num_prompt, max_tokens_total, wants_prompt_logits, after = ints[at : at + 5]
     draw = struct.pack("<3q", *ints[at + 5 : at + _NUM_ADDED])
-    first = at + _NUM_ADDED
-    return Sequence(
+    rules, first = TokenRules.decode(ints, at + _NUM_ADDED)
+    end = first + num_prompt
+    sequence = Sequence(
         seq_id,
-        list(ints[first : first + num_prompt]),
+        list(ints[first:end]),
         num_prompt,
         max_tokens_total,
         bool(wants_prompt_logits),
         None if after == NO_SEQUENCE else after,
         temperature=struct.unpack("<d", draw[:8])[0],
         stream_key=draw[8:],
+        rules=rules,
     )
+    return sequence, end

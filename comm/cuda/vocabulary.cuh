@@ -3,7 +3,7 @@
 // "Best" is an order of bits, not of floats, so that every CTA and rank compares alike: a larger `order` wins, the lower id among
 // equals. NaN is above everything and -0.0 equals 0.0, as in torch.argmax.
 #pragma once
-#include "types.cuh"
+#include "order.cuh"
 
 struct __align__(16) Best {
     u64 order;  // 0: no id at all; every number's is above it
@@ -15,21 +15,6 @@ __device__ __forceinline__ Best no_best() { return {0, ~0u, 0}; }
 
 __device__ __forceinline__ bool is_better(const Best& a, const Best& b) {
     return a.order > b.order || (a.order == b.order && a.id < b.id);
-}
-
-__device__ __forceinline__ u32 order_of(float value) {
-    u32 bits = __float_as_uint(value);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return ~0u;  // NaN of either sign
-    if (bits == 0x80000000u) bits = 0;                   // -0.0
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ u64 order_of(double value) {
-    constexpr u64 SIGN = 1ull << 63;
-    u64 bits = __double_as_longlong(value);
-    if ((bits & ~SIGN) > 0x7ff0000000000000ull) return ~0ull;
-    if (bits == SIGN) bits = 0;
-    return bits & SIGN ? ~bits : bits | SIGN;
 }
 
 // Standard Gumbel noise of an id in the stream that begins at `start`: the integer and fp64 steps of `kernels/gumbel.py`.

@@ -21,11 +21,13 @@ NUM_STEPS_BEHIND = 2
 
 @dataclass(eq=False)
 class Burst:
-    """`sequences` from the step number `first_step` on; `positions`: what each computes in that step."""
+    """`sequences` from the step number `first_step` on; `positions`: what each computes in that step. `is_filtered`: a row has
+    rules beyond a temperature, so all rows take the steps that heed them."""
 
     sequences: list[Sequence]
     first_step: int
     positions: list[int]
+    is_filtered: bool = False
     num_launched: int = 0
     num_read: int = 0
 

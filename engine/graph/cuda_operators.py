@@ -21,6 +21,7 @@ from kernels.build import Build, default_cache_folder
 from kernels.decode_attention import HEAD_DIMS, MAX_GROUP, DecodeAttention, HeadNorms, load_decode_attention
 from kernels.elements import VECTOR_BYTES
 from kernels.embed import launch_embed, load_embed
+from kernels.filter_logits import MAX_IDS, filter_logits, launch_filter_logits, load_filter_logits
 from kernels.gemv import Gemv, load_gemv
 from kernels.launch_kernel import Kernel
 from kernels.rotary import rotary_turns
@@ -35,6 +36,7 @@ class EndKernels:
 
     embed: Kernel
     silu_mul: Kernel
+    filters: Kernel
     advance: Kernel
 
 
@@ -109,9 +111,22 @@ class CudaOperators(TorchOperators):
 
     def choose(self, rows: DeviceRows, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits if logits.dim() == 2 else logits.sum(0) if logits.shape[0] > 1 else logits[0]
+        if rows.filters is not None:
+            logits = self._filter(rows, logits)
         values = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
         ids = self._peers.vocabulary.draw(logits, self.first_id, self.num_valid, rows.draw, values=values)
         return ids, values
+
+    def _filter(self, rows: DeviceRows, logits: torch.Tensor) -> torch.Tensor:
+        local_vocab = logits.shape[1]
+        full = logits.float().contiguous() if self.comm.size == 1 else self._peers.vocabulary.gather(logits.contiguous()).float()
+        operands = (full, self.num_ids, rows.token_ids, rows.positions, rows.draw.temperatures, rows.filters)
+        if self.num_ids <= MAX_IDS:
+            launch_filter_logits(self._ends.filters, *operands, is_pdl=self._peers.is_one_rank_per_gpu)
+        else:
+            filter_logits(*operands)
+        first = self.comm.rank * local_vocab
+        return full[:, first : first + local_vocab]
 
     def _whole(self, product: torch.Tensor) -> torch.Tensor:
         return product if product.dim() == 2 else product.sum(0).to(self.kv.keys.dtype)
@@ -132,7 +147,9 @@ def open_operators(step: EagerStep, num_ids: int, max_rows: int, max_context: in
     num_sms = torch.cuda.get_device_properties(step.device).multi_processor_count
     attention = _open_attention(build, step, max_rows, max_context, num_sms, is_pdl)
     gemv = Gemv(load_gemv(build), num_sms, is_pdl)
-    ends = EndKernels(load_embed(build, step.dtype), load_silu_mul(build, step.dtype), load_advance_rows(build))
+    ends = EndKernels(
+        load_embed(build, step.dtype), load_silu_mul(build, step.dtype), load_filter_logits(build), load_advance_rows(build)
+    )
     operators = CudaOperators(step, num_ids, peers, attention, gemv, ends)
     return operators, peers.check
 

@@ -36,4 +36,5 @@ def open_graphs(step: EagerStep, num_ids: int, limits: Limits) -> BurstBackend:
         check()
         step.comm.check()
 
-    return GraphStep(operators, RowState(max_rows, max_pages, step.device, check_all), limits.max_batch)
+    state = RowState(max_rows, max_pages, step.config.full_vocab, step.device, check_all)
+    return GraphStep(operators, state, limits.max_batch)

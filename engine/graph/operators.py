@@ -22,6 +22,7 @@ from engine.shard_plan import ShardPlan
 from engine.weights import LayerWeights, ModelWeights
 from kernels.advance_rows import advance_rows
 from kernels.embed import embed
+from kernels.filter_logits import filter_logits
 from kernels.kv_write import kv_write
 from kernels.linear import linear
 from kernels.rms_norm import rms_norm
@@ -60,7 +61,8 @@ class Operators(Protocol):
     def choose(self, rows: DeviceRows, logits: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row's next token, int64 `[rows]`, and its logit, fp32 `[rows]`, the same on all ranks. *Collective*.
 
-        `logits`: product `[rows, local_vocab]` of the head.
+        `logits`: product `[rows, local_vocab]` of the head. With `rows.filters`, the whole rows come together on every rank, are
+        filtered there alike, and what is returned is the logit less the row's highest.
         """
 
     def advance(self, rows: DeviceRows, ids: torch.Tensor, values: torch.Tensor) -> None:
@@ -92,7 +94,7 @@ class TorchOperators:
         self, config: ModelConfig, plan: ShardPlan, weights: ModelWeights, comm: Communicator, kv: KvCache, num_ids: int
     ):
         self.config, self.plan, self.weights, self.comm, self.kv = config, plan, weights, comm, kv
-        self.first_id = plan.vocab_range[0]
+        self.num_ids, self.first_id = num_ids, plan.vocab_range[0]
         self.num_valid = max(0, min(num_ids, plan.vocab_range[1]) - self.first_id)
         self._inv_freq = inverse_frequencies(config.rope, config.head_dim).to(kv.keys.device)
 
@@ -147,10 +149,21 @@ class TorchOperators:
         return rms_norm(residual, weight, self.config.rms_norm_eps)
 
     def choose(self, rows: DeviceRows, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if rows.filters is not None:
+            logits = self._filter(rows, logits)
         best = local_best(logits, self.first_id, self.num_valid, rows.draw)
         if self.comm.size > 1:
             best = best_of_ranks(_exchange(best, self.comm))
         return best.ids, best.values
+
+    def _filter(self, rows: DeviceRows, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the filtered rows. The sum in which each rank has columns of its own is a gather."""
+        full = torch.zeros(len(rows), self.comm.size, logits.shape[1], device=logits.device)
+        full[:, self.comm.rank] = logits
+        if self.comm.size > 1:
+            self.comm.all_reduce(full)
+        filter_logits(full.flatten(1), self.num_ids, rows.token_ids, rows.positions, rows.draw.temperatures, rows.filters)
+        return full[:, self.comm.rank]
 
     def advance(self, rows: DeviceRows, ids: torch.Tensor, values: torch.Tensor) -> None:
         advance_rows(ids, values, rows.token_ids, rows.positions, rows.step, rows.ring.device_words)

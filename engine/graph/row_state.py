@@ -12,10 +12,12 @@ import numpy
 import torch
 
 from comm.vocabulary import DrawOptions
+from engine.graph.row_rules import RowRules
 from engine.graph.staging import Staging
 from engine.graph.token_ring import TokenRing
 from engine.sampler import stream_start
 from engine.sequence import Sequence
+from kernels.filter_logits import FilterOptions
 
 PADDING = -1  # position of a row that is not there
 MAX_STEPS_AHEAD = 32  # steps launched and not yet read; noise and ring hold as many
@@ -27,7 +29,7 @@ class DeviceRows:
 
     `token_ids`: int64 `[n]`, the tokens to compute; `positions`: int64 `[n]`, where, `PADDING` for a row that is not there;
     `page_table`: int32 `[n, max_pages]`; `draw`: how to choose, noise by position; `step`: int64 `[1]`, the number of the step;
-    `ring`: where it leaves its tokens.
+    `ring`: where it leaves its tokens; `filters`: what else bears on the choice, None for nothing.
     """
 
     token_ids: torch.Tensor
@@ -36,15 +38,17 @@ class DeviceRows:
     draw: DrawOptions
     step: torch.Tensor
     ring: TokenRing
+    filters: FilterOptions | None = None
 
     def __len__(self) -> int:
         return self.token_ids.numel()
 
 
 class RowState:
-    """Of up to `max_rows` rows with up to `max_pages` pages each. `check`: as `TokenRing.read` takes it."""
+    """Of up to `max_rows` rows with up to `max_pages` pages each. `full_vocab`: ids that a row may hold; `check`: as
+    `TokenRing.read` takes it. What only filtered steps need is made when the first of them is."""
 
-    def __init__(self, max_rows: int, max_pages: int, device: torch.device, check: Callable[[], None]):
+    def __init__(self, max_rows: int, max_pages: int, full_vocab: int, device: torch.device, check: Callable[[], None]):
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -57,13 +61,21 @@ class RowState:
         self._starts = zeros(max_rows, MAX_STEPS_AHEAD)
         self._step = zeros(1)
         self._num_pages: list[int] = []
+        self._full_vocab, self._device = full_vocab, device
+        self._rules: RowRules | None = None
+        self._is_filtered = False
         self._staging = Staging(max_rows * (max_pages + 3 + 2 * MAX_STEPS_AHEAD), self.ring, device)
 
-    def rows(self, count: int) -> DeviceRows:
+    def rows(self, count: int, is_filtered: bool = False) -> DeviceRows:
+        filters = self._row_rules().options(count) if is_filtered else None
         draw = DrawOptions(self._temperatures[:count], self._starts[:count], self._positions[:count])
         return DeviceRows(
-            self._token_ids[:count], self._positions[:count], self._page_table[:count], draw, self._step, self.ring
+            self._token_ids[:count], self._positions[:count], self._page_table[:count], draw, self._step, self.ring, filters
         )
+
+    def scratch(self, count: int) -> RowState:
+        """Another state, of `count` rows that are not there, to try things on."""
+        return RowState(count, 1, self._full_vocab, self._device, self.check)
 
     def restart(self) -> None:
         """No rows, and the next step is number 0. Only while the device is idle."""
@@ -72,8 +84,12 @@ class RowState:
         self.ring.restart()
         self.num_launched = 0
 
-    def begin(self, sequences: list[Sequence]) -> None:
-        """Put the rows of `sequences`, each with one token to compute, in the place of those before."""
+    def begin(self, sequences: list[Sequence], is_filtered: bool = False) -> None:
+        """Put the rows of `sequences`, each with one token to compute, in the place of those before. `is_filtered`: the steps to
+        come heed the rows' rules."""
+        self._is_filtered = is_filtered
+        if is_filtered:
+            self._row_rules().begin(sequences)
         self._num_pages = [len(sequence.pages) for sequence in sequences]
         pages = numpy.zeros((len(sequences), max(self._num_pages)), numpy.int64)
         for row, sequence in enumerate(sequences):
@@ -94,6 +110,8 @@ class RowState:
 
     def extend(self, sequences: list[Sequence], positions: list[int], num_steps: int) -> None:
         """Give the rows what their next `num_steps` steps need, from `positions` on: the pages they took since, and noise."""
+        if self._is_filtered:
+            self._row_rules().advance(num_steps)
         at_page: list[int] = []
         pages: list[int] = []
         at_start: list[int] = []
@@ -114,6 +132,11 @@ class RowState:
             self._page_table.view(-1).index_copy_(0, parts[0], parts[1].to(torch.int32))
         if starts:
             self._starts.view(-1).index_copy_(0, parts[2], parts[3])
+
+    def _row_rules(self) -> RowRules:
+        if self._rules is None:
+            self._rules = RowRules(self.max_rows, self._full_vocab, self._device)
+        return self._rules
 
     def _upload(self, *parts: numpy.ndarray) -> list[torch.Tensor]:
         return self._staging.upload(list(parts), self.num_launched, self.check)

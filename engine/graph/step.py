@@ -42,14 +42,17 @@ class _StateBackend(ABC):
         self.state, self.max_rows = state, max_rows
 
     def begin(self, sequences: list[Sequence]) -> Burst:
-        self.state.begin(sequences)
-        return Burst(list(sequences), self.state.num_launched, [sequence.num_computed for sequence in sequences])
+        is_filtered = any(sequence.rules.is_active(sequence.num_output) for sequence in sequences)
+        self._prepare(len(sequences), is_filtered)
+        self.state.begin(sequences, is_filtered)
+        positions = [sequence.num_computed for sequence in sequences]
+        return Burst(list(sequences), self.state.num_launched, positions, is_filtered)
 
     def launch(self, burst: Burst, num_steps: int) -> None:
         positions = [first + burst.num_launched for first in burst.positions]
         self.state.extend(burst.sequences, positions, num_steps)
         for _ in range(num_steps):
-            self._run(len(burst.sequences))
+            self._run(len(burst.sequences), burst.is_filtered)
         self.state.num_launched += num_steps
         burst.num_launched += num_steps
 
@@ -59,7 +62,11 @@ class _StateBackend(ABC):
         return ids
 
     @abstractmethod
-    def _run(self, num_rows: int) -> None: ...
+    def _prepare(self, num_rows: int, is_filtered: bool) -> None:
+        """Make what steps of this kind need, if it is not there."""
+
+    @abstractmethod
+    def _run(self, num_rows: int, is_filtered: bool) -> None: ...
 
 
 class TwinBurst(_StateBackend):
@@ -70,45 +77,66 @@ class TwinBurst(_StateBackend):
         self.description = "plain steps"
         self._operators = operators
 
-    def _run(self, num_rows: int) -> None:
-        decode_step(self._operators, self.state.rows(num_rows))
+    def _prepare(self, num_rows: int, is_filtered: bool) -> None:
+        pass  # a step that is not captured needs nothing
+
+    def _run(self, num_rows: int, is_filtered: bool) -> None:
+        decode_step(self._operators, self.state.rows(num_rows, is_filtered))
 
 
 class GraphStep(_StateBackend):
     """`BurstBackend` of graphs on a GPU: one a bucket, holding exactly one step. Rows up to the bucket are padding.
 
     *Collective*: captures all buckets up to that of `max_batch` rows when it is made; the GPU must be idle, as it is at start.
+    The graphs of filtered steps are captured by the first burst that needs them, which waits for the GPU: most runs need none, or
+    few.
     """
 
     def __init__(self, operators: Operators, state: RowState, max_batch: int):
         self._buckets = buckets_for(max_batch)
         super().__init__(state, min(max_batch, self._buckets[-1]))
         self._operators = operators  # the graphs read its tables: they must outlive this object's making
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         torch.cuda.synchronize()  # what was loaded on other streams is there
         # The largest first: the smaller ones then fit into memory that the pool has already.
         for bucket in reversed(self._buckets):
-            self._graphs[bucket] = self._capture(operators, bucket, pool)
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                decode_step(operators, state.rows(bucket))  # libraries make workspaces at the first call, which no graph may hold
+            self._capture(bucket, is_filtered=False)
         torch.cuda.synchronize()
         state.restart()
         self.description = f"graphs of {', '.join(map(str, self._buckets))} rows; {operators.description}"
 
-    def _capture(self, operators: Operators, bucket: int, pool: object) -> torch.cuda.CUDAGraph:
-        rows = self.state.rows(bucket)
-        stream = torch.cuda.Stream()
+    def _prepare(self, num_rows: int, is_filtered: bool) -> None:
+        bucket = self._bucket(num_rows)
+        if (bucket, is_filtered) in self._graphs:
+            return
+        # Nothing of the rows may run twice, so the warm-up is of the one part that is new, on rows that are not there.
+        weights = self._operators.weights
         with torch.inference_mode():
-            with torch.cuda.stream(stream):
-                decode_step(operators, rows)  # libraries make their workspaces at the first call, which no graph may hold
+            rows = self.state.scratch(bucket).rows(bucket, is_filtered)
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # Other threads (rows being read, the watch over the peers) may do as they please meanwhile.
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                decode_step(operators, rows)
-        return graph
+            with torch.cuda.stream(self._stream):
+                x = torch.zeros(bucket, weights.final_norm.numel(), dtype=weights.final_norm.dtype, device=rows.step.device)
+                self._operators.choose(rows, self._operators.linear(x, weights.head))
+        self._capture(bucket, is_filtered)
 
-    def _run(self, num_rows: int) -> None:
-        self._graphs[next(bucket for bucket in self._buckets if bucket >= num_rows)].replay()
+    def _capture(self, bucket: int, is_filtered: bool) -> None:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode():
+            rows = self.state.rows(bucket, is_filtered)
+            # Other threads (rows being read, the watch over the peers) may do as they please meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                decode_step(self._operators, rows)
+        self._graphs[bucket, is_filtered] = graph
+
+    def _bucket(self, num_rows: int) -> int:
+        return next(bucket for bucket in self._buckets if bucket >= num_rows)
+
+    def _run(self, num_rows: int, is_filtered: bool) -> None:
+        self._graphs[self._bucket(num_rows), is_filtered].replay()
 
 
 def buckets_for(max_batch: int) -> tuple[int, ...]:

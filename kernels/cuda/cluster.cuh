@@ -72,3 +72,18 @@ __device__ __forceinline__ void wait_bytes(u64* mailbox) {
             : "r"(shared_address(mailbox))
             : "memory");
 }
+
+// The CTA's dynamic shared memory as a `T`; the launch asks for `sizeof(T)` bytes.
+template <class T>
+__device__ __forceinline__ T& shared_memory() {
+    extern __shared__ __align__(16) u8 bytes[];
+    return *reinterpret_cast<T*>(bytes);
+}
+
+// What CTA `rank` of the cluster keeps where this CTA keeps `own`. Complete once `cluster_arrive` there and `cluster_wait` here passed;
+// that CTA must not leave before another such pair.
+__device__ __forceinline__ u64 ld_shared_at(const u64* own, u32 rank) {
+    u64 value;
+    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(shared_address_at(shared_address(own), rank)) : "memory");
+    return value;
+}

@@ -127,7 +127,7 @@ def twin_bursts(replica: Replica) -> TwinBurst:
     step, limits = replica.backend, replica.scheduler.limits
     operators = TorchOperators(step.config, step.plan, step.weights, replica.comm, step.kv, num_ids=replica.full_vocab)
     max_pages = -(-limits.max_model_len // step.kv.page_size)
-    return TwinBurst(operators, RowState(limits.max_batch, max_pages, CPU, replica.comm.check))
+    return TwinBurst(operators, RowState(limits.max_batch, max_pages, replica.full_vocab, CPU, replica.comm.check))
 
 
 class ScriptedBackend:

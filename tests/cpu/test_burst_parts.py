@@ -88,7 +88,7 @@ def test_pinned_memory_is_written_again_only_after_a_step_behind_its_copy():
 
 
 def test_row_state_holds_what_a_step_needs():
-    state = RowState(4, 8, CPU, no_check)
+    state = RowState(4, 8, 100, CPU, no_check)
     first = Sequence(0, [7, 8, 9], 2, 99, num_computed=2, pages=[3], temperature=0.5, stream_key=KEY)
     second = Sequence(1, [5] * 20, 1, 99, num_computed=19, pages=[6, 1])
     state.begin([first, second])

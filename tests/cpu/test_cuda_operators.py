@@ -17,6 +17,7 @@ from engine.rope import inverse_frequencies
 from kernels.advance_rows import advance_rows
 from kernels.decode_attention import decode_attention
 from kernels.embed import embed
+from kernels.filter_logits import filter_logits
 from kernels.gemv import gemv_twin
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary_turns
@@ -61,6 +62,13 @@ class TwinPeers:
         residual += self._comm.all_reduce(x.contiguous())
         return normed.copy_(rms_norm(residual, weight, eps))
 
+    is_one_rank_per_gpu = True
+
+    def gather(self, x):
+        columns = torch.zeros(self._comm.size, *x.shape)
+        columns[self._comm.rank] = x
+        return torch.cat(list(self._comm.all_reduce(columns)), dim=-1)
+
     def draw(self, logits, first_id, num_valid, options, values):
         assert logits.dim() == 2
         part = local_best(logits, first_id, num_valid, options)
@@ -88,9 +96,13 @@ def test_the_wiring(family, has_attention, most_rows, size, tmp_path, monkeypatc
         zeroed.zero_()
         return out.copy_(embed(ids, table, begin, end))
 
+    def launch_filters(kernel, *tensors, is_pdl):
+        filter_logits(*tensors)
+
     monkeypatch.setattr(cuda_operators, "launch_advance_rows", lambda kernel, *tensors: advance_rows(*tensors))
     monkeypatch.setattr(cuda_operators, "launch_embed", launch_embed)
     monkeypatch.setattr(cuda_operators, "launch_silu_mul", lambda kernel, both, out: out.copy_(silu_mul(both)))
+    monkeypatch.setattr(cuda_operators, "launch_filter_logits", launch_filters)
     monkeypatch.setattr(cuda_operators, "FUSED_ROWS", 3)
     windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1} if family == "qwen2" else {}
     folder = save_model(make_model(family, max_position_embeddings=128, **windows), tmp_path)
@@ -100,14 +112,21 @@ def test_the_wiring(family, has_attention, most_rows, size, tmp_path, monkeypatc
         step, max_context = replica.backend, replica.scheduler.limits.max_model_len
         attention = twin_attention(step, max_context) if has_attention else None
         gemvs.append(TwinGemv(most_rows))
-        ends = EndKernels(None, None, None)
+        ends = EndKernels(None, None, None, None)
         operators = CudaOperators(step, replica.full_vocab, TwinPeers(replica.comm), attention, gemvs[-1], ends)
-        return TwinBurst(operators, RowState(8, -(-max_context // step.kv.page_size), CPU, replica.comm.check))
+        max_pages = -(-max_context // step.kv.page_size)
+        return TwinBurst(operators, RowState(8, max_pages, replica.full_vocab, CPU, replica.comm.check))
 
     # Lengths fall apart, so that steps of four, three, two rows and one are among them.
     rows = lambda: [  # noqa: E731
         request(text, idx, max_tokens=5 + 4 * idx, temperature=float(idx % 2)) for idx, text in enumerate(prompts(4))
     ]
     plain, run = answer(folder, rows(), size), answer(folder, rows(), size, bursts=bursts)
+    assert run.answers == plain.answers and run.stats.num_waits == 0
+    filtered = lambda: [  # noqa: E731
+        request(text, idx, max_tokens=5 + 4 * idx, temperature=1.0, top_k=5 * idx, top_p=0.9, repetition_penalty=1.2)
+        for idx, text in enumerate(prompts(4))
+    ]
+    plain, run = answer(folder, filtered(), size), answer(folder, filtered(), size, bursts=bursts)
     assert run.answers == plain.answers and run.stats.num_waits == 0
     assert (gemvs[0].num_products > 0) == (most_rows > 0)

@@ -9,6 +9,7 @@ from engine.pages import PagePool
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence
 from engine.step_message import StepMessage
+from engine.token_rules import TokenRules
 
 PAGE = 4
 rows_strategy = st.lists(
@@ -120,9 +121,18 @@ def test_samples_of_one_row_share_the_prompt():
     st.booleans(),
     st.floats(0, allow_nan=False),
     st.binary(min_size=16, max_size=16),
+    st.builds(
+        TokenRules,
+        *(st.integers(0, 2**31), st.floats(0, 1), st.floats(0, 1), st.floats(0.1, 100), st.floats(-2, 2), st.floats(-2, 2)),
+        st.lists(st.tuples(st.integers(0, 2**31), st.floats(-100, 100)), max_size=3).map(tuple),
+        st.integers(0, 9),
+        st.lists(st.integers(0, 2**31), max_size=3).map(tuple),
+    ),
 )
-def test_messages_survive_the_wire(tokens, finished, added, exit_code, drafts, burst_steps, is_continued, temperature, key):
-    draw = {"temperature": temperature, "stream_key": key}
+def test_messages_survive_the_wire(
+    tokens, finished, added, exit_code, drafts, burst_steps, is_continued, temperature, key, rules
+):
+    draw = {"temperature": temperature, "stream_key": key, "rules": rules}
     sequences = [Sequence(i, ids, len(ids), 50, wants, after, **draw) for i, (ids, wants, after) in enumerate(added)]
     message = StepMessage(tokens, finished, sequences, exit_code, drafts, burst_steps, is_continued)
     decoded = StepMessage.decode(message.encode())

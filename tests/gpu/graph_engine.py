@@ -37,7 +37,7 @@ def torch_graphs(replica: Replica) -> GraphStep:
     step, limits = replica.backend, replica.scheduler.limits
     operators = TorchOperators(step.config, step.plan, step.weights, replica.comm, step.kv, replica.full_vocab)
     max_pages = -(-limits.max_model_len // step.kv.page_size)
-    state = RowState(buckets_for(limits.max_batch)[-1], max_pages, step.device, replica.comm.check)
+    state = RowState(buckets_for(limits.max_batch)[-1], max_pages, replica.full_vocab, step.device, replica.comm.check)
     return GraphStep(operators, state, limits.max_batch)
 
 

@@ -1,4 +1,4 @@
-"""Captured decode steps against the eager step, on one GPU: `python -m pytest -q tests/gpu/test_graph_step.py`, about 40 s."""
+"""Captured decode steps against the eager step, on one GPU: `python -m pytest -q tests/gpu/test_graph_step.py`, about 60 s."""
 
 from __future__ import annotations
 
@@ -37,6 +37,31 @@ def rows(count: int, max_tokens: int = 40, **options) -> list:
         request(prompt, row_key=idx, max_tokens=max_tokens, temperature=float(idx % 2), **options)
         for idx, prompt in enumerate(prompts)
     ]
+
+
+def filtered_rows(count: int, max_tokens: int = 40) -> list:
+    """Rows with rules, among them some without."""
+    from tests.cpu.engine_harness import request
+    from tests.cpu.test_filtered_burst import SINGLE
+
+    kinds = [*SINGLE, {}, {"temperature": 1.0}, {"temperature": 1.0, "min_tokens": 9, "stop_ids": range(0, VOCAB, 19)}]
+    return [
+        request(item.prompt_ids, idx, max_tokens=max_tokens, **kinds[(idx + count) % len(kinds)])
+        for idx, item in enumerate(rows(count))
+    ]
+
+
+@pytest.mark.parametrize("steps", GRAPHS)
+def test_filtered_tokens_are_those_of_the_sampler(folders, steps):
+    """fp32; all rules, alone and beside each other; buckets from 1 to 16, captured when they are needed, in mid-run."""
+    eager, graph = open_replica(folders["qwen2"], "eager", max_batch=16), open_replica(folders["qwen2"], steps, max_batch=16)
+    for count in (1, 2, 5, 13):
+        plain, run = answer_on_gpu(eager, filtered_rows(count)), answer_on_gpu(graph, filtered_rows(count))
+        assert run.token_ids == plain.token_ids, count
+        assert run.stats.num_waits == 0 and plain.stats.num_waits > 0
+    uneven = lambda: [item for length in (3, 9, 26, 40) for item in (*filtered_rows(3, length), *rows(1, length))]  # noqa: E731
+    assert answer_on_gpu(graph, uneven()).answers == answer_on_gpu(eager, uneven()).answers
+    assert answer_on_gpu(graph, rows(9)).answers == answer_on_gpu(eager, rows(9)).answers, "plain steps, after filtered ones"
 
 
 @pytest.mark.parametrize("steps", GRAPHS)
@@ -146,13 +171,15 @@ def no_host_syncs():
         patch.undo()
 
 
+@pytest.mark.parametrize("make_rows", (rows, filtered_rows))
 @pytest.mark.parametrize("steps", GRAPHS)
-def test_a_burst_never_makes_the_host_wait(folders, steps, monkeypatch):
+def test_a_burst_never_makes_the_host_wait(folders, steps, make_rows, monkeypatch):
     """From the message that begins a burst to its last token, with pages and noise added on the way."""
     from engine.loop import BurstReader
     from engine.replica import Replica
 
     graph = open_replica(folders["qwen2"], steps, max_batch=8)
+    answer_on_gpu(graph, make_rows(5, 100))  # filtered steps are captured by the first burst that needs them
     guarded = []
 
     def guard(owner, name, is_due):
@@ -170,7 +197,7 @@ def test_a_burst_never_makes_the_host_wait(folders, steps, monkeypatch):
     guard(BurstReader, "read_on", lambda reader: reader._replica.burst is not None)
     guard(Replica, "step", lambda replica: replica.scheduler.running and not replica.scheduler.waiting)
     # The first step is the prefill of rows that still wait; all that follow decode.
-    run = answer_on_gpu(graph, rows(5, 100))
+    run = answer_on_gpu(graph, make_rows(5, 100))
     assert [len(ids) for ids in run.token_ids] == [100] * 5
     assert guarded.count("read_on") > 10 and guarded.count("step") > 10 and run.stats.num_waits == 0
 

@@ -1,6 +1,6 @@
 """Captured decode steps of 2, 4 and 8 ranks against eager steps of the same ranks; 4 and 8 share GPUs and need MPS.
 
-`python -m pytest -q tests/ranks/test_graph_ranks.py`, about 30 s a degree.
+`python -m pytest -q tests/ranks/test_graph_ranks.py`, about 40 s a degree.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU he
 VOCAB = 1009
 
 
-def rows(count: int, max_tokens: int) -> list:
+QWEN = {"top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
+
+
+def rows(count: int, max_tokens: int, **options) -> list:
     from tests.cpu.engine_harness import request
 
     rng = random.Random(count)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 70))] for _ in range(count)]
-    return [request(prompt, idx, max_tokens=max_tokens, temperature=float(idx % 2)) for idx, prompt in enumerate(prompts)]
+    return [
+        request(prompt, idx, max_tokens=max_tokens, temperature=float(idx % 2), **options) for idx, prompt in enumerate(prompts)
+    ]
 
 
 def answer_in_turn(rank: int, size: int, folder: str) -> list:
@@ -47,14 +52,14 @@ def answer_in_turn(rank: int, size: int, folder: str) -> list:
         replicas.append(build_replica(draw_blueprint(settings, world), world, comm))
     assert replicas[1].burst_backend is not None, replicas[1].why_single
     outcomes = []
-    for count, max_tokens in ((1, 60), (3, 40), (20, 25)):
+    for count, max_tokens, options in ((1, 60, {}), (3, 40, {}), (20, 25, {}), (2, 60, QWEN), (20, 25, QWEN), (3, 20, {})):
         runs = []
         for replica in replicas:
             run = Run(answers=[[] for _ in range(count)])
             if rank:
                 assert follow(replica) == 0
             else:
-                lead_all(replica, rows(count, max_tokens), run)
+                lead_all(replica, rows(count, max_tokens, **options), run)
             runs.append(run)
         outcomes.append((runs[1].token_ids if rank == 0 else [], runs[0].token_ids if rank == 0 else [],
                          runs[1].stats.num_waits, replicas[1].digest))  # fmt: skip
