@@ -21,20 +21,26 @@ PLOTTER  := $(VENV)/.doorbell-plotter-installed
 # Calls of a soak, and what it is started through: needed where ranks share a GPU.
 CALLS    ?= 1000000
 MPS      ?= sh launch/with_mps.sh
-# The case of bench-decode; SHARD_OF=8 measures one rank of 8 in one process, EAGER=1 does without graphs.
+# The case of the engine's benches; SHARD_OF=8 measures one rank of 8 in one process, EAGER=1 does without graphs.
 DTYPE    ?= bf16
 BATCH    ?= 1
 PROMPT   ?= 512
+REQUESTS ?= 1024
 SHARD_OF ?=
 EAGER    ?=
+# How often a case is timed; empty for what the bench chooses.
+REPEATS  ?=
+LOAD_FORMAT ?= dummy
 # $(call one-of,NAME,values): refuse other values of a variable, and say which there are.
 one-of    = $(if $(filter-out $(2),$($(1))),$(error $(1)=$($(1)) is not possible; it may be one of: $(2)))
+# $(call unused,NAMES): refuse variables that were given on the command line and would change nothing.
+unused    = $(foreach name,$(1),$(if $(findstring command,$(origin $(name))),$(error $(name)= has no part in $@)))
 # The GPU to compile for.
 ARCH     ?= sm_90a
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test test-gpu test-ranks memcheck lint kernels bench-comm bench-signal bench-soak bench-attention bench-decode \
-	bench-cpu results clean
+.PHONY: help setup model demo test test-gpu test-ranks memcheck lint kernels bench bench-comm bench-signal bench-soak bench-attention \
+	bench-products bench-decode bench-prefill bench-throughput bench-coldstart bench-cpu results clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -91,15 +97,36 @@ bench-soak:  ## On a machine with GPUs: CALLS= checked all-reduces on TP= ranks 
 bench-attention:  ## On a machine with a GPU: decode attention beside torch's
 	$(PYTHON) -m engine.bench.attention --record results/decode_attention.jsonl
 
-bench-decode: MODEL := qwen2.5-7b
-bench-decode: TP := 1
+bench-products:  ## On a machine with a GPU: the products of decode steps beside cuBLAS
+	$(PYTHON) -m engine.bench.gemv --record results/product.jsonl
+
+ENGINE_BENCHES := bench-decode bench-prefill bench-throughput bench-coldstart
+$(ENGINE_BENCHES): MODEL := qwen2.5-7b
+$(ENGINE_BENCHES): TP := 1
+$(ENGINE_BENCHES): MPS :=
 bench-decode: OUTPUT := 129
-bench-decode: MPS :=
+bench-throughput: BATCH := 256
+bench-throughput: OUTPUT := 128
+bench-coldstart: BATCH := 32
+CHECK_CASE     = $(call one-of,DTYPE,bf16 fp8 fp32)$(call one-of,EAGER,1)$(call one-of,TP,1 2 3 4 5 6 7 8)
+# $(call run-engine-bench,NAME): on TP ranks, with the options that all benches of the engine share.
+run-engine-bench = $(CHECK_CASE)$(MPS) $(PYTHON) $(if $(filter 1,$(TP)),,-m torch.distributed.run --standalone --nproc-per-node $(TP)) \
+	  -m engine.bench.$(1) --model $(MODEL) --dtype $(DTYPE) --batch $(BATCH) --prompt $(PROMPT) \
+	  $(if $(SHARD_OF),--shard-of $(SHARD_OF)) $(if $(EAGER),--eager) --record results/$(1).jsonl
+REPEATS_OPTION = $(if $(REPEATS),--repeats $(REPEATS))
+
 bench-decode:  ## On a machine with GPUs: ms a token; MODEL= TP= DTYPE= BATCH= PROMPT= OUTPUT= SHARD_OF= EAGER=1, MPS= where ranks share a GPU
-	$(call one-of,DTYPE,bf16 fp8 fp32)$(call one-of,EAGER,1)$(call one-of,TP,1 2 3 4 5 6 7 8)
-	$(MPS) $(PYTHON) $(if $(filter 1,$(TP)),,-m torch.distributed.run --standalone --nproc-per-node $(TP)) -m engine.bench.decode \
-	  --model $(MODEL) --dtype $(DTYPE) --batch $(BATCH) --prompt $(PROMPT) --output $(OUTPUT) \
-	  $(if $(SHARD_OF),--shard-of $(SHARD_OF)) $(if $(EAGER),--eager) --record results/decode.jsonl
+	$(call unused,REQUESTS LOAD_FORMAT)$(call run-engine-bench,decode) --output $(OUTPUT) $(REPEATS_OPTION)
+
+bench-prefill:  ## On a machine with GPUs: ms to the first token; the variables of bench-decode but OUTPUT=
+	$(call unused,OUTPUT REQUESTS LOAD_FORMAT)$(call run-engine-bench,prefill) $(REPEATS_OPTION)
+
+bench-throughput:  ## On a machine with GPUs: REQUESTS= of mixed lengths at once, tok/s; the variables of bench-decode
+	$(call unused,REPEATS LOAD_FORMAT)$(call run-engine-bench,throughput) --output $(OUTPUT) --requests $(REQUESTS)
+
+bench-coldstart:  ## On a machine with GPUs: seconds from a process to its first token; MODEL= TP= DTYPE= BATCH= PROMPT= LOAD_FORMAT=auto MPS=
+	$(call unused,OUTPUT REQUESTS SHARD_OF EAGER)$(CHECK_CASE)$(call one-of,LOAD_FORMAT,dummy auto)$(MPS) $(PYTHON) -m engine.bench.coldstart --model $(MODEL) --tp $(TP) --dtype $(DTYPE) \
+	  --batch $(BATCH) --prompt $(PROMPT) --load-format $(LOAD_FORMAT) $(REPEATS_OPTION) --record results/coldstart.jsonl
 
 bench-cpu: model  ## Decode and prefill against transformers on the default model, batch 1 and 8
 	$(BIN)/python -m engine.bench.cpu --model $(MODEL) --record results/cpu.jsonl
@@ -110,6 +137,12 @@ $(PLOTTER): $(STAMP)
 
 results: $(PLOTTER)  ## Make results/README.md and its plots from the records in results/
 	$(BIN)/python -m results.render
+
+# A machine with a GPU brings its own torch.
+HAS_GPU := $(wildcard /dev/nvidia0)
+bench: $(if $(HAS_GPU),,$(STAMP))  ## Every bench that this machine can run, with the plan first
+	$(call unused,MODEL TP DTYPE BATCH PROMPT OUTPUT REQUESTS SHARD_OF EAGER REPEATS LOAD_FORMAT CALLS MPS)\
+	  $(if $(HAS_GPU),$(PYTHON),$(BIN)/python) -m engine.bench.plan
 
 clean:  ## Remove .venv, the model and caches
 	rm -rf $(VENV) models .pytest_cache .hypothesis .ruff_cache build *.egg-info

@@ -27,6 +27,7 @@ from engine.leader import Leader
 from engine.loading import build_replica, draw_blueprint, open_communicator
 from engine.loop import ListSource, RunStats, follow, lead
 from engine.options import check_params, parse_options
+from engine.phases import Phases
 from engine.prepare import fresh_seed
 from engine.refused import Refused
 from engine.request import Request
@@ -60,7 +61,8 @@ class Engine:
 
     `model` and the keywords are the fields of `EngineSettings`. `sampling`: options for all prompts, over the model's own
     generation_config.json (which `use_generation_config=False` ignores). `blueprint`: what was made of them. `run_s`: on rank 0,
-    seconds of the last `generate` from its first step to its last answer.
+    seconds of the last `generate` from its first step to its last answer. `start_s`: seconds of the phases of the start,
+    `blueprint` (with the tokenizer), `comm`, `weights` and `graphs`.
     *Raises* `DoorbellError` subclasses that name the cause.
     """
 
@@ -72,6 +74,7 @@ class Engine:
         use_generation_config: bool = True,
         **settings: object,
     ):
+        phases = Phases()
         environment = Environment.read()
         self.settings = EngineSettings(model=str(model), **settings)
         device = resolve_device(self.settings.device, environment, self.settings.is_gpu_sharing)
@@ -79,12 +82,15 @@ class Engine:
         torch.set_num_threads(choose_threads(environment, self.settings.threads).number)
         self.blueprint = blueprint = draw_blueprint(self.settings, world)
         self._frontend = Frontend.load(blueprint, sampling or {}, use_generation_config) if world.rank == 0 else None
+        phases.end("blueprint")
         self.comm = open_communicator(self.settings, world)
+        phases.end("comm")
         if self.comm.watch is not None:
             self.comm.watch.start()
         self._speculation = None if self._frontend is None else build_speculation(blueprint, self._frontend.num_ids)
         num_ids = None if self._frontend is None else self._frontend.num_ids
-        self._replica = build_replica(blueprint, world, self.comm, num_ids=num_ids)
+        self._replica = build_replica(blueprint, world, self.comm, num_ids=num_ids, phases=phases)
+        self.start_s: dict[str, float] = phases.seconds
         self._leader: Leader | None = None
         if self._frontend is not None:
             limits = self._replica.scheduler.limits

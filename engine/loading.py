@@ -18,6 +18,7 @@ from engine.graph.loading import obstacle_to_graphs, open_graphs
 from engine.kv_cache import KvCache
 from engine.memory import choose_num_pages
 from engine.pages import PagePool
+from engine.phases import Phases
 from engine.replica import Replica
 from engine.scheduler import Limits, Scheduler
 from engine.settings import MAX_NUM_DRAFTS, EngineSettings
@@ -164,11 +165,14 @@ def build_replica(
     comm: Communicator,
     progress: Callable[[int, int], None] | None = None,
     num_ids: int | None = None,
+    phases: Phases | None = None,
 ) -> Replica:
     """Read the weights, reserve the KV cache, and capture the decode steps if there are to be any. *Collective*.
 
     `progress(done_bytes, total_bytes)`. `num_ids`, on rank 0: ids that the tokenizer has; None for the whole vocabulary.
+    `phases`: is told of the ends of `weights` (with the cache) and `graphs` (kernels that had to be built included).
     """
+    phases = phases or Phases()
     settings, config, plan = blueprint.settings, blueprint.config, blueprint.plan
     weights = load_blueprint_weights(blueprint, progress)
     num_pages = choose_num_pages(
@@ -177,6 +181,7 @@ def build_replica(
     kv = KvCache.allocate(
         config.num_layers, num_pages, settings.page_size, plan.local_kv_heads, config.head_dim, blueprint.dtype, blueprint.device
     )
+    phases.end("weights")
     is_cpu = blueprint.device.type == "cpu"
     pool = PagePool(num_pages, settings.page_size, settings.is_prefix_reuse, is_contiguous=is_cpu)
     scheduler = Scheduler(scheduler_limits(blueprint, num_pages), pool)
@@ -191,6 +196,7 @@ def build_replica(
             if comm.size > 1:  # the others may not have met it
                 raise
             replica.why_single = f"the kernels are not to be had: {error}"
+    phases.end("graphs")
     return replica
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from engine.bench.decode import Case
+from engine.bench.load import Case
 from engine.bench.records import commit
 from engine.cost.all_reduce import AllReduceTable
 from engine.cost.check import LIMIT, compare, load_measured

@@ -109,6 +109,15 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
     return base / "doorbell"
 
 
+def with_cache_base(folder: Path, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a process whose `cache_folder` is to lie in `folder`, an absolute path; else that of `environ`.
+
+    For measuring a start without what earlier ones left behind, or with it.
+    """
+    environ = os.environ if environ is None else environ
+    return {**environ, "XDG_CACHE_HOME": str(folder)}
+
+
 def _integer(environ: Mapping[str, str], name: str, default: int, lenient: bool = False) -> int:
     """`lenient`: another program's variable, whose other spellings (`OMP_NUM_THREADS=4,2`) are not our business."""
     text = environ.get(name, "").strip()

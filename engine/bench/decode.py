@@ -9,30 +9,32 @@ for TP above 1. `--shard-of N` measures one rank of N without its peers.
 
 from __future__ import annotations
 
-import random
 import statistics
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
-import torch
 
 from engine.api import Engine
+from engine.bench.load import (
+    MAX_BATCH,
+    VLLM,
+    Case,
+    describe_case,
+    device_name,
+    engine_options,
+    errors_in_one_line,
+    has_peer,
+    make_prompts,
+    open_engine,
+    refuse_cpu_record,
+    run_once,
+)
 from engine.bench.records import Record, commit
-from engine.loading import Blueprint
-from engine.loop import RunStats
-from engine.memory import page_bytes
-from engine.weights import shard_bytes
+from engine.bench.roof import DATASHEET_TB_S, READ_TB_S, Reads
 from launch.environment import Environment
-from launch.errors import DoorbellError
 
-DTYPES = {"bf16": "bfloat16", "fp8": "fp8", "fp32": "float32"}
-DATASHEET_TB_S, READ_TB_S = 4.8, 4.59  # H200's HBM as sold, and the fastest read measured on it (bulk copies)
-MAX_STEP_TOKENS = 32768  # a step's activations must fit beside the weights; longer prefills go in chunks
-VLLM = "vLLM 0.26.0, CUDA graphs"
-# Its TPOT in ms on the same machines with 129 tokens: by (model, tp, dtype, batch), then by prompt.
+# vLLM's TPOT in ms with 129 tokens: by (model, tp, dtype, batch), then by prompt.
 VLLM_TPOT_MS = {
     ("qwen2.5-0.5b", 1, "bf16", 1): {128: 2.20, 512: 2.30, 2048: 1.91},
     ("qwen2.5-7b", 1, "bf16", 1): {128: 4.76, 512: 4.71, 2048: 4.74},
@@ -44,64 +46,11 @@ VLLM_TPOT_MS = {
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is measured. `tp`: ranks of the world, present or (`--shard-of`) not. `output`: tokens a row, at least 2."""
-
-    model: str
-    tp: int
-    ranks_per_gpu: int
-    dtype: str
-    batch: int
-    prompt: int
-    output: int
-
-
-@dataclass(frozen=True)
-class Reads:
-    """Bytes that one decode step reads on one GPU: all weights but the embedding (a few rows of it), and keys and values at the
-    mean length of the run."""
-
-    weight_bytes: int
-    kv_bytes: int
-
-    @classmethod
-    def of(cls, case: Case, blueprint: Blueprint) -> Reads:
-        config, plan, dtype = blueprint.config, blueprint.plan, blueprint.dtype
-        weights = shard_bytes(config, plan, dtype, blueprint.is_fp8)
-        if not config.is_tied:
-            weights -= plan.local_vocab * config.hidden_size * dtype.itemsize
-        mean_tokens = case.batch * (case.prompt + case.output / 2)
-        kv = int(mean_tokens * page_bytes(config, plan, dtype, page_size=1))
-        return cls(case.ranks_per_gpu * weights, case.ranks_per_gpu * kv)
-
-    @property
-    def total(self) -> int:
-        return self.weight_bytes + self.kv_bytes
-
-
-@dataclass(frozen=True)
 class Timing:
     """`tpot_ms` of a step; `num_waits` of the host for the device in the steps of a run after the first, None if unknown."""
 
     tpot_ms: float
     num_waits: int | None
-
-
-def make_prompts(case: Case, vocab: int, seed: int = 0) -> list[list[int]]:
-    """Distinct random prompts."""
-    rng = random.Random(seed)
-    return [[rng.randrange(vocab) for _ in range(case.prompt)] for _ in range(case.batch)]
-
-
-def run_once(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> RunStats:
-    """One run of `num_tokens` a row, from fresh counters. *Collective*. *Raises* SystemExit if it gave more or fewer tokens."""
-    engine.stats = RunStats()
-    params = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "repetition_penalty": 1.0}
-    results = engine.generate(prompts, params)
-    found = [len(result.completions[0].token_ids) for result in results]
-    if found != [num_tokens] * len(prompts):
-        sys.exit(f"{len(prompts)} rows of {num_tokens} tokens were asked for, and the engine gave {found}")
-    return engine.stats
 
 
 def time_decode(engine: Engine, case: Case, repeats: int) -> Timing:
@@ -111,7 +60,7 @@ def time_decode(engine: Engine, case: Case, repeats: int) -> Timing:
     waits: dict[int, int | None] = {}
     for repeat in range(1 + repeats):
         for num_tokens, times in seconds.items():
-            waits[num_tokens] = run_once(engine, prompts, num_tokens).num_waits
+            waits[num_tokens] = run_once(engine, prompts, [num_tokens] * case.batch).stats.num_waits
             if repeat > 0:
                 times.append(engine.run_s)
     first, whole = (statistics.median(times) for times in seconds.values())
@@ -132,7 +81,7 @@ def make_record(case: Case, timing: Timing, reads: Reads, num_layers: int, backe
         metrics["host_syncs_per_token"] = timing.num_waits / (case.output - 1)
     peer: dict[str, object] = {}
     tpot_ms = VLLM_TPOT_MS.get((case.model, case.tp, case.dtype, case.batch), {}).get(case.prompt)
-    if tpot_ms is not None and case.ranks_per_gpu == 1 and comm != "loopback":
+    if tpot_ms is not None and has_peer(case, comm):
         peer = {"name": VLLM, "tpot_ms": tpot_ms, "decode_tok_s": round(1e3 * case.batch / tpot_ms, 1)}
     ceiling = {"tpot_ms": 1e3 * floor_s, "decode_tok_s": case.batch / floor_s, "hbm_tb_s": DATASHEET_TB_S}
     return Record("decode", {**vars(case), "backend": backend, "comm": comm}, metrics, ceiling, peer, checked=True)
@@ -144,8 +93,7 @@ def describe(record: Record, reads: Reads) -> list[str]:
     peer = f"; {record.peer['name']}: {record.peer['tpot_ms']} ms" if record.peer else ""
     waits = metrics.get("host_syncs_per_token")
     return [
-        f"{case['model']} {case['dtype']}, TP={case['tp']} ({case['ranks_per_gpu']} a GPU, {case['comm']}), {case['backend']}; "
-        f"batch {case['batch']}, prompts of {case['prompt']}, {case['output']} tokens each",
+        describe_case(case),
         f"  TPOT      {metrics['tpot_ms']:.3f} ms, floor {ceiling['tpot_ms']:.3f} at {DATASHEET_TB_S} TB/s{peer}",
         f"  decode    {metrics['decode_tok_s']:.1f} tok/s of {ceiling['decode_tok_s']:.1f}",
         f"  HBM       {metrics['hbm_tb_s']:.2f} TB/s, {100 * metrics['hbm_tb_s'] / DATASHEET_TB_S:.0f} % of {DATASHEET_TB_S}: "
@@ -155,57 +103,24 @@ def describe(record: Record, reads: Reads) -> list[str]:
     ]
 
 
-def open_engine(case: Case, model: str, device: str, shard_of: int | None = None, is_eager: bool = False) -> Engine:
-    """The engine for `case` with random weights. `model`: the shape or folder that the case names.
-
-    *Collective*. *Raises* `DoorbellError`.
-    """
-    settings: dict[str, object] = {"is_eager": is_eager}
-    return Engine(
-        model,
-        load_format="dummy",
-        device=device,
-        dtype=DTYPES[case.dtype],
-        is_gpu_sharing=case.ranks_per_gpu > 1,
-        shard_of=shard_of,
-        max_batch=case.batch,
-        max_model_len=case.prompt + case.output,
-        max_step_tokens=min(MAX_STEP_TOKENS, case.batch * case.prompt),
-        is_prefix_reuse=False,
-        **settings,
-    )
-
-
 @click.command()
-@click.option("--model", default="qwen2.5-7b", show_default=True, help="A shape, qwen2.5-0.5b to qwen2.5-72b, or a model folder.")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True)
-@click.option("--batch", type=click.IntRange(1, 256), default=1, show_default=True, help="Rows computed at once.")
+@engine_options
+@click.option("--batch", type=click.IntRange(1, MAX_BATCH), default=1, show_default=True, help="Rows computed at once.")
 @click.option("--prompt", type=click.IntRange(1), default=512, show_default=True, help="Tokens of a prompt.")
 @click.option("--output", type=click.IntRange(2), default=129, show_default=True, help="Tokens of an answer.")
-@click.option("--shard-of", type=click.IntRange(1), help="Measure rank 0 of so many in one process, without communication.")
-@click.option("--eager", is_flag=True, help="Plain torch steps instead of graphs.")
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="cpu: a dry run.")
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--record", type=click.Path(path_type=Path), help="JSONL file to append the record to.")
 def main(
-    model: str, dtype: str, batch: int, prompt: int, output: int, shard_of: int | None, eager: bool, device: str, repeats: int,
-    record: Path | None,
+    model: str, dtype: str, shard_of: int | None, eager: bool, device: str, record: Path | None, batch: int, prompt: int,
+    output: int, repeats: int,
 ) -> None:  # fmt: skip
     """Time decode steps of one case on all ranks of this world."""
-    if record is not None and device == "cpu":
-        raise click.UsageError("--record keeps numbers of GPUs; a run with --device cpu is a trial")
+    refuse_cpu_record(record, device)
     commit()
     environment = Environment.read()
-    num_ranks, num_gpus = environment.world_size, torch.cuda.device_count()
-    ranks_per_gpu = -(-num_ranks // num_gpus) if device == "cuda" and num_gpus else 1
-    case = Case(Path(model).name, shard_of or num_ranks, ranks_per_gpu, dtype, batch, prompt, output)
-    try:
-        with open_engine(case, model, device, shard_of, eager) as engine:
-            timing = time_decode(engine, case, repeats)
-            blueprint, backend, comm = engine.blueprint, engine.backend, engine.comm.name
-    except DoorbellError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
+    case = Case.here(model, device, dtype, batch, prompt, output, shard_of)
+    with errors_in_one_line(), open_engine(case, model, device, shard_of, eager) as engine:
+        timing = time_decode(engine, case, repeats)
+        blueprint, backend, comm = engine.blueprint, engine.backend, engine.comm.name
     if environment.rank != 0:
         return
     if device == "cpu":
@@ -215,8 +130,7 @@ def main(
     result = make_record(case, timing, reads, blueprint.config.num_layers, backend, comm)
     click.echo("\n".join(describe(result, reads)))
     if record is not None:
-        gpus = 1 if shard_of else min(num_ranks, num_gpus)
-        result.append_to(record, f"{gpus} x {torch.cuda.get_device_name()}", "engine.bench.decode", num_ranks)
+        result.append_to(record, device_name(shard_of), "engine.bench.decode", environment.world_size)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from engine.bench.decode import Case
+from engine.bench.load import Case
 from engine.cost.all_reduce import AllReduceTable
 from engine.cost.estimate import Estimate
 from engine.cost.gpus import gpu_of

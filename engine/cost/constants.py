@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from engine.bench.decode import READ_TB_S
+from engine.bench.roof import READ_TB_S
 
 
 @dataclass(frozen=True)

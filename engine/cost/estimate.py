@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from engine.bench.decode import Case, Timing, make_record
+from engine.bench.decode import Timing, make_record
+from engine.bench.load import Case
 from engine.bench.records import Record
 from engine.cost.all_reduce import AllReduceTable
 from engine.cost.constants import Constant

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.bench.decode import DATASHEET_TB_S
+from engine.bench.roof import DATASHEET_TB_S
 from engine.cost.constants import Constants
 
 H200 = "H200"

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.bench.decode import VLLM, VLLM_TPOT_MS, Case
+from engine.bench.decode import VLLM_TPOT_MS
+from engine.bench.load import VLLM, Case
+from engine.bench.prefill import VLLM_TTFT_MS
 
-# vLLM's TTFT in ms on the same machines, in the same runs as its TPOT: by (model, tp, dtype, batch), then by prompt.
-VLLM_TTFT_MS = {
-    ("qwen2.5-0.5b", 1, "bf16", 1): {128: 30.9, 512: 24.0, 2048: 18.7},
-    ("qwen2.5-7b", 1, "bf16", 1): {128: 30.4, 512: 25.5, 2048: 48.9},
-    ("qwen2.5-7b", 1, "fp8", 1): {128: 29.1, 512: 26.9, 2048: 34.4},
-    ("qwen2.5-7b", 1, "bf16", 32): {512: 360.0},
-    ("qwen2.5-72b", 2, "bf16", 1): {128: 65.9, 512: 94.3, 2048: 251.9},
-    ("qwen2.5-72b", 2, "fp8", 1): {128: 100.1, 512: 102.7, 2048: 153.0},
-}
 _MEASURED_ON = "H200"
 _QUOTED = "vLLM, figure quoted in public without prompt length or settings"
 # TPOT in ms, published: by (GPU, model, tp, dtype), batch 1, at any prompt.

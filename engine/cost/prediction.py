@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from engine.bench.decode import MAX_STEP_TOKENS
+from engine.bench.load import MAX_STEP_TOKENS
 from engine.cost.all_reduce import AllReduceTable
 from engine.cost.constants import Constant, Values
 from engine.cost.gpus import Gpu

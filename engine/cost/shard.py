@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.bench.decode import DTYPES, Case, Reads
+from engine.bench.load import DTYPES, Case
+from engine.bench.roof import Reads
 from engine.loading import Blueprint, draw_blueprint
 from engine.memory import page_bytes
 from engine.settings import EngineSettings

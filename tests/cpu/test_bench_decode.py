@@ -8,8 +8,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from engine.bench import decode
-from engine.bench.decode import Case, Reads, Timing, describe, main, make_prompts, make_record, open_engine, run_once, time_decode
+from engine.bench.decode import Timing, describe, main, make_record, time_decode
+from engine.bench.load import VLLM, Case, make_prompts, open_engine, run_once
+from engine.bench.roof import Reads
 from engine.loading import draw_blueprint
 from engine.settings import EngineSettings
 from engine.shapes import SHAPES, named_config
@@ -31,19 +32,23 @@ def test_a_run_on_a_cpu(dtype, shard_of):
     with open_engine(wanted, "tiny", "cpu", shard_of) as engine:
         assert engine.blueprint.is_fp8 == (dtype == "fp8")
         assert engine.backend == "eager"
-        stats = run_once(engine, make_prompts(wanted, 300), 4)
+        stats = run_once(engine, make_prompts(wanted, 300), [4] * 3).stats
         assert (stats.prefill_tokens, stats.decode_tokens) == (15, 9)  # prefill in one step, then three steps of three
         timing = time_decode(engine, wanted, repeats=1)
     assert timing.tpot_ms > 0
 
 
-def test_a_row_that_is_short_fails_loudly(monkeypatch):
+def test_a_row_too_few_or_too_short_fails_loudly(monkeypatch):
     with open_engine(case(), "tiny", "cpu") as engine:
         prompts = make_prompts(case(), 300)
         whole = engine.generate
         monkeypatch.setattr(engine, "generate", lambda *args: whole(*args)[:2])
-        with pytest.raises(SystemExit, match=r"3 rows of 4 tokens were asked for, and the engine gave \[4, 4\]"):
-            run_once(engine, prompts, 4)
+        with pytest.raises(SystemExit, match="3 rows were asked for, and the engine gave 2"):
+            run_once(engine, prompts, [4, 4, 4])
+        short = [{"max_tokens": count, "ignore_eos": True} for count in (4, 2, 4)]
+        monkeypatch.setattr(engine, "generate", lambda prompts, params: whole(prompts, short))
+        with pytest.raises(SystemExit, match="row 1 was to have 4 tokens, and the engine gave 2"):
+            run_once(engine, prompts, [4, 4, 4])
 
 
 def test_prompts_are_distinct_and_the_same_every_time():
@@ -81,7 +86,7 @@ def test_record(tmp_path, monkeypatch):
         "host_syncs_per_token": 0.0,
     })  # fmt: skip
     assert found.ceiling == pytest.approx({"tpot_ms": 3.0, "decode_tok_s": 333.333, "hbm_tb_s": 4.8}, rel=1e-5)
-    assert found.peer == {"name": decode.VLLM, "tpot_ms": 4.71, "decode_tok_s": 212.3}
+    assert found.peer == {"name": VLLM, "tpot_ms": 4.71, "decode_tok_s": 212.3}
     lines = "\n".join(describe(found, Reads(14_000_000_000, 400_000_000)))
     wanted = ("TPOT      4.000 ms, floor 3.000", "4.71 ms", "250.0 tok/s of 333.3", "3.60 TB/s, 75 % of 4.8", "0.000 of the host")
     assert all(words in lines for words in wanted)

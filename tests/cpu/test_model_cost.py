@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from engine.bench.decode import VLLM_TPOT_MS, Case
+from engine.bench.decode import VLLM_TPOT_MS
+from engine.bench.load import Case
+from engine.bench.prefill import VLLM_TTFT_MS
 from engine.cost import prediction
 from engine.cost.all_reduce import AllReduceTable
 from engine.cost.check import compare, load_measured
 from engine.cost.constants import Constants
 from engine.cost.estimate import Estimate
 from engine.cost.gpus import GPUS, gpu_of
-from engine.cost.peers import VLLM_TTFT_MS
 from engine.cost.shard import Shard
 from engine.model_cost import main
 from engine.shapes import SHAPES
