@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from comm.device_params import LamportParams, NormParams, OneShotParams, Pointers, SentinelParams, TwoShotParams
 from comm.device_vocabulary import vocabulary_regions
-from comm.device_watch import DeviceWatch, WatchParams
+from comm.device_watch import DeviceWatch
 from comm.heap import DeviceHeap, Layout, Region
 from kernels.elements import ELEMS
 
 SOURCES = Path(__file__).parent / "cuda"
-MAX_RANKS = 8
 UNIT_BYTES, PACKET_BYTES = 8, 16
 LAMPORT_CTAS, LAMPORT_THREADS = 64, 256
 CTA_PACKETS = 2048  # of one CTA and source
@@ -37,53 +37,6 @@ ONE_SHOT_THREADS, TWO_SHOT_THREADS = 512, 512
 SHARED_THREADS_PER_SM = 512
 MIN_SHARED_THREADS = 128  # a CTA counts as so many at least: its other resources are not free either
 EPOCH_BANKS, EPOCH_WORDS = 6, 256  # counters of each kind of call, one a CTA
-
-
-class _Pointers(ctypes.Array):
-    _type_, _length_ = ctypes.c_uint64, MAX_RANKS
-
-
-class LamportParams(ctypes.Structure):
-    _fields_ = [
-        ("x", ctypes.c_uint64), ("out", ctypes.c_uint64), ("inbox", _Pointers), ("epochs", ctypes.c_uint64),
-        ("watch", WatchParams), ("num_elems", ctypes.c_int64), ("rank", ctypes.c_uint32), ("size", ctypes.c_uint32),
-        ("max_ctas", ctypes.c_uint32), ("cta_packets", ctypes.c_uint32), ("is_aligned", ctypes.c_uint32),
-    ]  # fmt: skip
-
-
-class NormParams(ctypes.Structure):
-    _fields_ = [
-        ("reduce", LamportParams), ("residual", ctypes.c_uint64), ("normed", ctypes.c_uint64), ("weight", ctypes.c_uint64),
-        ("eps", ctypes.c_float), ("hidden", ctypes.c_uint32), ("parts", ctypes.c_uint64), ("part_pitch", ctypes.c_int64),
-        ("num_parts", ctypes.c_uint32),
-    ]  # fmt: skip
-
-
-class SentinelParams(ctypes.Structure):
-    _fields_ = [
-        ("x", ctypes.c_uint64), ("out", ctypes.c_uint64), ("inbox", _Pointers), ("epochs", ctypes.c_uint64),
-        ("used", ctypes.c_uint64), ("watch", WatchParams), ("num_elems", ctypes.c_int64), ("rank", ctypes.c_uint32),
-        ("size", ctypes.c_uint32), ("max_ctas", ctypes.c_uint32), ("cta_vectors", ctypes.c_uint32),
-        ("is_aligned", ctypes.c_uint32),
-    ]  # fmt: skip
-
-
-class OneShotParams(ctypes.Structure):
-    _fields_ = [
-        ("x", ctypes.c_uint64), ("out", ctypes.c_uint64), ("parts", _Pointers), ("flags", _Pointers),
-        ("epochs", ctypes.c_uint64), ("watch", WatchParams), ("num_elems", ctypes.c_int64), ("rank", ctypes.c_uint32),
-        ("size", ctypes.c_uint32), ("max_ctas", ctypes.c_uint32), ("cta_units", ctypes.c_uint32),
-        ("is_aligned", ctypes.c_uint32),
-    ]  # fmt: skip
-
-
-class TwoShotParams(ctypes.Structure):
-    _fields_ = [
-        ("x", ctypes.c_uint64), ("out", ctypes.c_uint64), ("parts", _Pointers), ("flags", _Pointers),
-        ("epochs", ctypes.c_uint64), ("watch", WatchParams), ("num_elems", ctypes.c_int64), ("rank", ctypes.c_uint32),
-        ("size", ctypes.c_uint32), ("max_ctas", ctypes.c_uint32), ("cta_vectors", ctypes.c_uint32),
-        ("is_aligned", ctypes.c_uint32),
-    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -266,7 +219,7 @@ class DeviceCollectives:
         return max(1, min(ctas, self._most_threads // max(threads, MIN_SHARED_THREADS)))
 
     def _addresses(self, region: str) -> Any:
-        return _Pointers(*(self.heap.address(peer, region) for peer in range(self.size)))
+        return Pointers(*(self.heap.address(peer, region) for peer in range(self.size)))
 
     def _epochs(self, bank: int) -> int:
         return self.heap.address(self.rank, "epochs") + bank * 4 * EPOCH_WORDS

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from comm.device_collectives import ELEMS, SOURCES, LamportParams, NormParams, OneShotParams, SentinelParams, TwoShotParams
+from comm.device_collectives import ELEMS, SOURCES
+from comm.device_params import LamportParams, NormParams, OneShotParams, SentinelParams, TwoShotParams
 from comm.device_signal import MoveParams, RelayParams
 from comm.device_vocabulary import ArgmaxParams, DrawParams, GatherParams
 from comm.link_echo import EchoParams

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from comm.device_params import Pointers
 from comm.device_watch import DeviceWatch, WatchParams
 from comm.heap import DeviceHeap, Region
 from comm.vocabulary import DrawOptions
 
-MAX_RANKS = 8
 UNIT_BYTES, PACKET_BYTES = 8, 16
 ROWS, ROW_CTAS = 64, 128  # rows a call, most CTAs a row
 ARGMAX_THREADS = 256
@@ -25,14 +25,12 @@ ARGMAX_CTAS = 512  # a call; 132 SMs hold 792 of 256 threads and 40 registers at
 GATHER_CTAS, GATHER_THREADS, GATHER_PACKETS = 64, 512, 2048  # packets of one CTA and source
 EVERY_RANK = 0xFFFFFFFF
 
-_Pointers = ctypes.c_uint64 * MAX_RANKS
-
 
 class ArgmaxParams(ctypes.Structure):
     """Of `comm/cuda/argmax_lamport.cu`, like the next one."""
 
     _fields_ = [
-        ("logits", ctypes.c_uint64), ("ids", ctypes.c_uint64), ("values", ctypes.c_uint64), ("inbox", _Pointers),
+        ("logits", ctypes.c_uint64), ("ids", ctypes.c_uint64), ("values", ctypes.c_uint64), ("inbox", Pointers),
         ("epochs", ctypes.c_uint64), ("watch", WatchParams), ("pitch", ctypes.c_int64), ("num_valid", ctypes.c_uint32),
         ("first_id", ctypes.c_uint32), ("rank", ctypes.c_uint32), ("size", ctypes.c_uint32), ("row_ctas", ctypes.c_uint32),
         ("max_rows", ctypes.c_uint32), ("max_ctas", ctypes.c_uint32),
@@ -50,7 +48,7 @@ class GatherParams(ctypes.Structure):
     """Of `comm/cuda/gather_lamport.cu`."""
 
     _fields_ = [
-        ("x", ctypes.c_uint64), ("out", ctypes.c_uint64), ("inbox", _Pointers), ("epochs", ctypes.c_uint64),
+        ("x", ctypes.c_uint64), ("out", ctypes.c_uint64), ("inbox", Pointers), ("epochs", ctypes.c_uint64),
         ("watch", WatchParams), ("first", ctypes.c_int64), ("num_elems", ctypes.c_int64), ("local", ctypes.c_int64),
         ("root", ctypes.c_uint32), ("rank", ctypes.c_uint32), ("size", ctypes.c_uint32), ("max_ctas", ctypes.c_uint32),
         ("cta_packets", ctypes.c_uint32), ("is_aligned", ctypes.c_uint32), ("is_packed", ctypes.c_uint32),
@@ -207,7 +205,7 @@ class DeviceVocabulary:
         return ids
 
     def _addresses(self, region: str) -> Any:
-        return _Pointers(*(self._heap.address(peer, region) for peer in range(self.size)))
+        return Pointers(*(self._heap.address(peer, region) for peer in range(self.size)))
 
     def _launch(self, name: str, dtype: torch.dtype, ctas: int, threads: int, params: ctypes.Structure) -> None:
         stream = torch.cuda.current_stream().cuda_stream
