@@ -159,6 +159,16 @@ def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> tuple
     return dtype, ()
 
 
+STOCK_BYTES = 512 << 20  # of activations; steps of small models, which is what ranks share GPUs for, stay below
+
+
+def _stock_up(device: torch.device) -> None:
+    """Let torch hold memory for the steps to come. Where ranks share a GPU, asking for more waits for the peers' kernels, and these
+    may wait for this rank: eight ranks on two GPUs stood still so until the deadline.
+    """
+    torch.empty(STOCK_BYTES, dtype=torch.uint8, device=device)
+
+
 def build_replica(
     blueprint: Blueprint,
     world: World,
@@ -175,6 +185,8 @@ def build_replica(
     phases = phases or Phases()
     settings, config, plan = blueprint.settings, blueprint.config, blueprint.plan
     weights = load_blueprint_weights(blueprint, progress)
+    if settings.is_gpu_sharing and blueprint.device.type == "cuda":
+        _stock_up(blueprint.device)
     num_pages = choose_num_pages(
         settings, config, plan, blueprint.dtype, blueprint.device, blueprint.max_model_len, world.local_size, comm
     )

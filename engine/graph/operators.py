@@ -35,6 +35,7 @@ class Operators(Protocol):
     only the operators themselves look inside. `description`: what they are, for the start summary."""
 
     weights: ModelWeights
+    comm: Communicator
     description: str
 
     def prepare(self, rows: DeviceRows) -> Any:

@@ -124,6 +124,9 @@ class GraphStep(_StateBackend):
 
     def _capture(self, bucket: int, is_filtered: bool) -> None:
         torch.cuda.synchronize()
+        # A capture frees and takes memory. Where ranks share a GPU that waits for the peers' kernels, and these may wait for this rank:
+        # so nobody runs any while somebody captures.
+        self._operators.comm.barrier()
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode():
             rows = self.state.rows(bucket, is_filtered)
@@ -131,6 +134,7 @@ class GraphStep(_StateBackend):
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 decode_step(self._operators, rows)
         self._graphs[bucket, is_filtered] = graph
+        self._operators.comm.barrier()
 
     def _bucket(self, num_rows: int) -> int:
         return next(bucket for bucket in self._buckets if bucket >= num_rows)
