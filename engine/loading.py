@@ -163,8 +163,8 @@ STOCK_BYTES = 512 << 20  # of activations; steps of small models, which is what 
 
 
 def _stock_up(device: torch.device) -> None:
-    """Let torch hold memory for the steps to come. Where ranks share a GPU, asking for more waits for the peers' kernels, and these
-    may wait for this rank: eight ranks on two GPUs stood still so until the deadline.
+    """Let torch hold memory for the steps to come; after captures, which give back what it holds. Where ranks share a GPU, asking
+    for more waits for the peers' kernels, and these may wait for this rank: eight ranks stood still so until the deadline.
     """
     torch.empty(STOCK_BYTES, dtype=torch.uint8, device=device)
 
@@ -185,8 +185,6 @@ def build_replica(
     phases = phases or Phases()
     settings, config, plan = blueprint.settings, blueprint.config, blueprint.plan
     weights = load_blueprint_weights(blueprint, progress)
-    if settings.is_gpu_sharing and blueprint.device.type == "cuda":
-        _stock_up(blueprint.device)
     num_pages = choose_num_pages(
         settings, config, plan, blueprint.dtype, blueprint.device, blueprint.max_model_len, world.local_size, comm
     )
@@ -208,6 +206,8 @@ def build_replica(
             if comm.size > 1:  # the others may not have met it
                 raise
             replica.why_single = f"the kernels are not to be had: {error}"
+    if settings.is_gpu_sharing and blueprint.device.type == "cuda":
+        _stock_up(blueprint.device)
     phases.end("graphs")
     return replica
 

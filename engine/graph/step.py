@@ -124,8 +124,8 @@ class GraphStep(_StateBackend):
 
     def _capture(self, bucket: int, is_filtered: bool) -> None:
         torch.cuda.synchronize()
-        # A capture frees and takes memory. Where ranks share a GPU that waits for the peers' kernels, and these may wait for this rank:
-        # so nobody runs any while somebody captures.
+        # A capture frees and takes memory. Where ranks share a GPU that waits for the peers' kernels, and these may wait for this
+        # rank: so nobody runs any while somebody captures.
         self._operators.comm.barrier()
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode():
