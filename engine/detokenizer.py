@@ -55,8 +55,11 @@ class TokenBytes:
 
     def at_start(self, token_id: int) -> bytes:
         """Bytes of `token_id` as the first token of a text: some decoders drop one leading space there."""
-        if self.is_byte_level or self._byte_of(token_id) is not None:
+        if self.is_byte_level:
             return self[token_id]
+        byte = self._byte_of(token_id)
+        if byte is not None and not byte.isascii():  # part of a character cannot be decoded alone
+            return byte
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
     def _look_up(self, token_id: int) -> bytes:
