@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from comm.agreement import agree
 from comm.communicator import Communicator
 from comm.device_collectives import Capacity, DeviceCollectives, layout_for
 from comm.device_communicator import DeviceCommunicator
@@ -22,7 +23,6 @@ from comm.host_loop import HostLoopCommunicator
 from comm.nccl import NcclCommunicator
 from comm.nccl_group import NcclGroup
 from comm.one_shot import OneShotCommunicator
-from comm.process_group import ProcessGroup
 from comm.self_test import self_test
 from comm.site import Site
 from comm.words import Patience
@@ -42,7 +42,7 @@ def _open_one_shot(site: Site, reason: str) -> Communicator:
     heap = PosixHeap(world.rank, world.size, world.run_id, layout, group.exchange)
     patience = Patience.for_ranks(world.local_size, _TEST_DEADLINE_S, site.watch.gone)
     verdict = self_test(OneShotCommunicator(heap, patience, ""), GlooCommunicator(group, ""), site.max_bytes)
-    _agree_or_raise(group, verdict, "its self-test failed on ", undo=heap.close)
+    _agree(site, verdict, "its self-test", undo=heap.close)
     patience = Patience.for_ranks(world.local_size, site.deadline_s, site.watch.gone)
     return OneShotCommunicator(heap, patience, reason, group)
 
@@ -76,7 +76,7 @@ def _open_device(site: Site, reason: str, open_heap: Callable[[Layout], DeviceHe
         failure = f"{error}; install the cuda12 or cuda13 extra"
     except DoorbellError as error:
         failure = str(error)
-    _agree_or_raise(group, failure)
+    _agree(site, failure, "loading its kernels")
     capacity = Capacity(two_shot_bytes=DEVICE_TWO_SHOT_BYTES)
     heap = open_heap(layout_for(world.size, capacity))
     collectives = DeviceCollectives(heap, device_watch, kernels, capacity, ranks_per_gpu=site.standing.ranks_per_gpu)
@@ -118,17 +118,15 @@ def _tested(
     site: Site, communicator: Communicator, control: GlooCommunicator, undo: Callable[[], None] | None = None
 ) -> Communicator:
     verdict = self_test(communicator, control, DEVICE_TEST_BYTES, site.world.device, _DEVICE_TEST_SIZES)
-    _agree_or_raise(site.group, verdict, "its self-test failed on ", undo)
+    _agree(site, verdict, "its self-test", undo)
     return communicator
 
 
-def _agree_or_raise(
-    group: ProcessGroup, failure: str | None, what: str = "", undo: Callable[[], None] | None = None
-) -> None:
-    """*Collective*. *Raises* on all ranks what failed on one, after `undo` on each; `what` comes before the rank's name."""
-    failures = [(peer, text) for peer, text in enumerate(group.exchange(failure)) if text is not None]
-    if failures:
+def _agree(site: Site, failure: str | None, what: str, undo: Callable[[], None] | None = None) -> None:
+    """*Collective*. *Raises* on all ranks what failed on one, after `undo` on each."""
+    try:
+        agree(site.group.exchange, None if failure is None else DoorbellError(failure), what)
+    except DoorbellError:
         if undo is not None:
             undo()
-        peer, text = failures[0]
-        raise DoorbellError(f"{what}rank {peer}: {text}")
+        raise

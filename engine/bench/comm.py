@@ -20,11 +20,10 @@ from comm.device_collectives import Capacity, DeviceCollectives, layout_for
 from comm.device_kernels import load_collectives
 from comm.device_watch import DeviceWatch
 from comm.heap_ipc import IpcHeap
-from comm.process_group import ProcessGroup
+from engine.bench.gpu_world import GpuWorld
 from engine.bench.records import Record, commit
 from kernels.build import Build, default_cache_folder
 from launch.environment import Environment
-from launch.world import World
 
 CALLS = 100
 LINK_BYTES_PER_US = 370_000  # a peer copy between two H200, one way, as measured
@@ -76,32 +75,27 @@ class Timer:
 class Bench:
     """One rank of the bench. `record`: where rank 0 appends its lines, or None."""
 
-    world: World
-    num_gpus: int
+    gpus: GpuWorld
     collectives: DeviceCollectives
     timer: Timer
     nccl: dist.ProcessGroup | None
     record: Path | None
 
-    def say(self, line: str) -> None:
-        if self.world.rank == 0:
-            print(line, flush=True)
-
     def note(self, algorithm: str, num_bytes: int, dtype: str, us: float, peer: dict[str, object], **more: object) -> None:
-        if self.world.rank != 0 or self.record is None:
+        if self.gpus.world.rank != 0 or self.record is None:
             return
-        size = self.world.size
-        case = {"algorithm": algorithm, "bytes": num_bytes, "world": size, "ranks_per_gpu": -(-size // self.num_gpus),
+        size = self.gpus.world.size
+        case = {"algorithm": algorithm, "bytes": num_bytes, "world": size, "ranks_per_gpu": self.gpus.ranks_per_gpu,
                 "dtype": dtype, "heap": self.collectives.heap.kind, "pdl": self.collectives.is_pdl, **more}  # fmt: skip
         # Over NVLink every rank must take in at least what the others know and it does not.
         link_us = 2 * (size - 1) / size * num_bytes / LINK_BYTES_PER_US
-        ceiling = {"all_reduce_us": max(EMPTY_KERNEL_US, link_us)} if size <= self.num_gpus else {}
+        ceiling = {"all_reduce_us": max(EMPTY_KERNEL_US, link_us)} if self.gpus.ranks_per_gpu == 1 else {}
         Record("all_reduce", case, {"all_reduce_us": us}, ceiling, peer, True).append_to(
-            self.record, f"{self.num_gpus} x {torch.cuda.get_device_name()}", "engine.bench.comm", size
+            self.record, self.gpus.device_name, "engine.bench.comm", size
         )
 
     def fail(self, what: str) -> None:
-        sys.exit(f"{what} is wrong on rank {self.world.rank}")
+        sys.exit(f"{what} is wrong on rank {self.gpus.world.rank}")
 
     def plain(self, num_bytes: int, dtype: str, threads: list[int]) -> None:
         x, wanted = self._operands((num_bytes // DTYPES[dtype].itemsize,), DTYPES[dtype])
@@ -124,7 +118,7 @@ class Bench:
             us = self.timer.us_per_call(body)
             line += f"  {name.removeprefix('all_reduce_')}{''.join(f'/{value}' for value in more.values())} {us:7.2f}"
             self.note(name, num_bytes, dtype, us, peer, **more)
-        self.say(line)
+        self.gpus.say(line)
 
     def norm(self, rows: int, dtype: str) -> None:
         kind = DTYPES[dtype]
@@ -147,16 +141,16 @@ class Bench:
         if self.nccl is not None and dtype == "bf16" and rows in FLASHINFER_NORM_US:
             peer = {"name": "FlashInfer 0.6.14 trtllm one-shot, pdl", "all_reduce_us": FLASHINFER_NORM_US[rows]}
         self.note("all_reduce_lamport_norm", rows * HIDDEN * kind.itemsize, dtype, us, peer, rows=rows)
-        self.say(f"{dtype} norm {rows:3d} rows {us:6.2f}")
+        self.gpus.say(f"{dtype} norm {rows:3d} rows {us:6.2f}")
 
     def _operands(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part, and the sum of all."""
         generator = torch.Generator("cuda").manual_seed(5)
-        parts = [torch.randn(*shape, generator=generator, device="cuda").to(dtype) for _ in range(self.world.size)]
+        parts = [torch.randn(*shape, generator=generator, device="cuda").to(dtype) for _ in range(self.gpus.world.size)]
         total = parts[0].float()
         for part in parts[1:]:
             total = total + part.float()
-        return parts[self.world.rank].clone(), total.to(dtype)
+        return parts[self.gpus.world.rank].clone(), total.to(dtype)
 
     def _algorithms(
         self, num_bytes: int, x: torch.Tensor, out: torch.Tensor, threads: list[int]
@@ -183,24 +177,15 @@ class Bench:
 def main(repeats: int, threads: str, pdl: bool, min_bytes: int, max_bytes: int, dtypes: str, record: Path | None) -> None:
     """Time the collectives of this world."""
     commit()
-    environment = Environment.read()
-    num_gpus = torch.cuda.device_count()
-    device = environment.local_rank % num_gpus
-    torch.cuda.set_device(device)
-    torch.zeros(1, device="cuda")
-    world = World(environment.rank, environment.world_size, environment.local_rank, environment.local_world_size,
-                  environment.run_id, environment.is_torchrun, torch.device("cuda", device))  # fmt: skip
-    size, is_one_each = world.size, world.size <= num_gpus
-    group = ProcessGroup(world, 300.0)
+    gpus = GpuWorld.open(Environment.read())
+    world, group, is_one_each = gpus.world, gpus.group, gpus.ranks_per_gpu == 1
     capacity = Capacity(two_shot_bytes=min(max_bytes, 64 << 20))
-    heap = IpcHeap(world.rank, size, device, layout_for(size, capacity), group.exchange)
-    watch = DeviceWatch(20.0)
-    collectives = DeviceCollectives(
-        heap, watch, load_collectives(Build(default_cache_folder())), capacity, pdl, -(-size // num_gpus)
-    )
+    heap = IpcHeap(world.rank, world.size, world.device.index, layout_for(world.size, capacity), group.exchange)
+    watch, kernels = DeviceWatch(20.0), load_collectives(Build(default_cache_folder()))
+    collectives = DeviceCollectives(heap, watch, kernels, capacity, pdl, gpus.ranks_per_gpu)
     group.exchange(None)  # all heaps are ready to be written to
     nccl = group.open_nccl() if is_one_each else None
-    bench = Bench(world, num_gpus, collectives, Timer(group.exchange, watch, repeats), nccl, record)
+    bench = Bench(gpus, collectives, Timer(group.exchange, watch, repeats), nccl, record)
     for dtype in dtypes.split(","):
         for num_bytes in SIZES:
             if min_bytes <= num_bytes <= max_bytes:
