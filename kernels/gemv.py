@@ -1,4 +1,5 @@
-"""x @ weight.T for a few rows of x, at the rate the weights can be read: by `gemv_rows.cu` or `gemv.cu`; and the torch twin."""
+"""x @ weight.T for a few rows of x, at the rate the weights can be read: by `gemv_rows.cu`, `gemv_groups.cu` or `gemv.cu`, as a
+measured table says; and the torch twin."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from kernels.build import HEADERS, Build
-from kernels.gemv_rows import SHARED_BYTES, GemvRowsParams, RowsPlan, load_gemv_rows, plan_rows
+from kernels.gemv_choice import IN_FLIGHT_BYTES, LIBRARY, WAYS, Product, likely_ways, measured_way
+from kernels.gemv_groups import BOX, GemvGroupsParams, GroupsPlan, load_gemv_groups, plan_groups
+from kernels.gemv_rows import GemvRowsParams, RowsPlan, load_gemv_rows, plan_rows
 from kernels.launch_kernel import Kernel, load
 from kernels.silu_mul import silu_mul
 from launch.errors import KernelLaunchError
 
 SOURCE = Path(__file__).parent / "gemv.cu"
 MAX_ROWS = 16
-KINDS = ("rows", "tiles")  # kernels, the first that has a plan is taken: gemv_rows.cu for 1 and 2 rows, gemv.cu
 WARPS, TILE, BLOCK, MAX_BLOCKS = 16, 8, 64, 31  # as in gemv.cu: multiplying warps, weight rows a tile, bytes of a block, blocks
 STAGE_BYTES = TILE * MAX_BLOCKS * BLOCK
 # Eight stages hold 3.6 us of an H200's memory rate, about what a border between kernels takes; more would crowd out attention.
@@ -89,17 +91,20 @@ def plan_gemv(
     return best
 
 
-def encode_map(data: torch.Tensor, piece: int) -> Any:
-    """The tensor map of a matrix on the GPU, with boxes of eight rows of `piece` bytes."""
+def encode_map(data: torch.Tensor, box_bytes: int, box_rows: int, is_swizzled: bool) -> Any:
+    """The tensor map of a matrix on the GPU, with boxes of `box_bytes` of `box_rows` rows. `is_swizzled`: as `group_product.cuh`
+    says, for boxes of 128 bytes; places are counted in bytes then, else in `MAP_ELEM_BYTES`."""
     from cuda.bindings import driver
 
     rows, row_bytes = data.shape[0], data.shape[1] * data.element_size()
-    integer = driver.cuuint64_t
+    integer, kinds, swizzles = driver.cuuint64_t, driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    elem_bytes = 1 if is_swizzled else MAP_ELEM_BYTES
     result, encoded = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_INT64, 2, data.data_ptr(),
-        [integer(row_bytes // MAP_ELEM_BYTES), integer(rows)], [integer(row_bytes)],
-        [driver.cuuint32_t(piece // MAP_ELEM_BYTES), driver.cuuint32_t(TILE)], [driver.cuuint32_t(1)] * 2,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+        kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8 if is_swizzled else kinds.CU_TENSOR_MAP_DATA_TYPE_INT64, 2, data.data_ptr(),
+        [integer(row_bytes // elem_bytes), integer(rows)], [integer(row_bytes)],
+        [driver.cuuint32_t(box_bytes // elem_bytes), driver.cuuint32_t(box_rows)], [driver.cuuint32_t(1)] * 2,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if is_swizzled else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip
@@ -108,20 +113,25 @@ def encode_map(data: torch.Tensor, piece: int) -> Any:
     return (ctypes.c_uint8 * 128).from_buffer_copy(ctypes.string_at(encoded.getPtr(), 128))
 
 
+Plan = GemvPlan | RowsPlan | GroupsPlan
+
+
 class Gemv:
     """Products on the current GPU. `kernels` from `load_gemv`. Launches on torch's current stream; capturable.
 
     `is_pdl`: a launch may start while the kernel before it runs. Not where ranks share a GPU: a product that waits early holds
-    shared memory that a peer's product may need first. `kinds`: which of `KINDS` to use. `shared_bytes`: of `plan_rows`.
+    shared memory that a peer's product may need first. `ways`: of these names of `WAYS`, the first that can is taken, instead of
+    what was measured to be the fastest. `in_flight_bytes`: of weights that are asked for at once, for each SM.
     """
 
     def __init__(
-        self, kernels: dict[tuple[bool, bool, int], Kernel], num_sms: int, is_pdl: bool = True, kinds: tuple[str, ...] = KINDS,
-        shared_bytes: int = SHARED_BYTES,
+        self, kernels: dict[Any, Kernel], num_sms: int, is_pdl: bool = True, ways: tuple[str, ...] | None = None,
+        in_flight_bytes: int = IN_FLIGHT_BYTES,
     ):  # fmt: skip
-        self._kernels, self._num_sms, self._is_pdl = kernels, num_sms, is_pdl
-        self._kinds, self._shared_bytes = kinds, shared_bytes
-        self._maps: dict[tuple[int, torch.Size, int, int], Any] = {}
+        self._kernels, self._num_sms, self._is_pdl, self._ways = kernels, num_sms, is_pdl, ways
+        self._in_flight_bytes = in_flight_bytes
+        self._plans: dict[tuple[Product, int | None], Plan | None] = {}
+        self._maps: dict[tuple[int, torch.Size, int, int, int], Any] = {}
 
     def takes(self, x: torch.Tensor, weight: Any, is_gate_up: bool = False) -> bool:
         """Whether there is a plan for `x` `[rows, in]` with `weight`; what is not taken is a product for a library."""
@@ -160,7 +170,7 @@ class Gemv:
         self._launch(plan, x, data, scale, bias, None, out, half, True)
         return out
 
-    def _plan(self, x: torch.Tensor, data: torch.Tensor, is_gate_up: bool, num_splits: int | None) -> GemvPlan | RowsPlan:
+    def _plan(self, x: torch.Tensor, data: torch.Tensor, is_gate_up: bool, num_splits: int | None) -> Plan:
         if x.dtype != torch.bfloat16 or not x.is_contiguous() or not data.is_contiguous() or x.shape[1] != data.shape[1]:
             raise TypeError("a product takes contiguous bf16 rows as wide as the contiguous weight")
         plan = self._best(x, data, is_gate_up, num_splits)
@@ -168,44 +178,75 @@ class Gemv:
             raise ValueError(f"no product of {list(x.shape)} with {list(data.shape)} of {data.dtype}")
         return plan
 
-    def _best(self, x: torch.Tensor, data: torch.Tensor, is_gate_up: bool, num_splits: int | None) -> GemvPlan | RowsPlan | None:
+    def _best(self, x: torch.Tensor, data: torch.Tensor, is_gate_up: bool, num_splits: int | None) -> Plan | None:
         out = data.shape[0] // 2 if is_gate_up else data.shape[0]
-        case = (x.shape[0], x.shape[1], out, data.element_size(), self._num_sms, is_gate_up, num_splits)
-        plan = plan_rows(*case, self._shared_bytes) if "rows" in self._kinds else None
-        return plan_gemv(*case) if plan is None and "tiles" in self._kinds else plan
+        key = Product(x.shape[0], out, x.shape[1], data.element_size(), is_gate_up), num_splits
+        if key not in self._plans:
+            self._plans[key] = self._choose(*key)
+        return self._plans[key]
+
+    def _choose(self, product: Product, num_splits: int | None) -> Plan | None:
+        ways = self._ways
+        if ways is None:
+            measured = measured_way(product) if num_splits is None else None
+            if measured == LIBRARY:
+                return None
+            ways = likely_ways(product) if measured is None else (measured, *likely_ways(product))
+        plans = (self._plan_of(name, product, num_splits) for name in ways)
+        return next((plan for plan in plans if plan is not None), None)
+
+    def _plan_of(self, name: str, product: Product, num_splits: int | None) -> Plan | None:
+        way = WAYS[name]
+        case = (product.rows, product.inner, product.out, product.elem_bytes)
+        rest = (product.is_gate_up, num_splits)
+        if way.kernel == "tiles":
+            return plan_gemv(*case, self._num_sms, *rest)
+        rest = (self._num_sms * way.ctas_per_sm, *rest, way.shared_bytes)
+        plan = plan_groups(*case, *rest, way.groups) if way.kernel == "groups" else plan_rows(*case, *rest)
+        return None if plan is None else plan.paced(self._in_flight_bytes // way.ctas_per_sm)
 
     def _launch(
-        self, plan: GemvPlan | RowsPlan, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None,
+        self, plan: Plan, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None,
         bias: torch.Tensor | None, sums: torch.Tensor | None, product: torch.Tensor | None, out: int, is_gate_up: bool,
     ) -> None:  # fmt: skip
         rows, inner = x.shape
         operands = [0 if tensor is None else tensor.data_ptr() for tensor in (x, scale, bias, sums, product)]
-        if isinstance(plan, RowsPlan):
+        if isinstance(plan, GroupsPlan):
+            boxes = self._map(data, BOX, plan.box_rows, True)
+            params = GemvGroupsParams(
+                boxes, *operands, rows, inner, out, plan.tiles, plan.boxes, plan.box_rows, plan.half_rows, plan.slots,
+                plan.slot_bytes, plan.in_flight,
+            )  # fmt: skip
+            kernel = self._kernels["groups", scale is not None, is_gate_up, plan.groups]
+            threads, shared_bytes = plan.threads, plan.shared_bytes
+        elif isinstance(plan, RowsPlan):
             params = GemvRowsParams(
                 data.data_ptr(), *operands, inner, out, plan.num_splits, plan.part_bytes, plan.segment, plan.chunk_rows,
-                plan.slots, plan.slot_bytes,
+                plan.slots, plan.in_flight, plan.slot_bytes,
             )  # fmt: skip
-            kernel, threads, shared_bytes = self._kernels[scale is not None, is_gate_up, rows], plan.threads, plan.shared_bytes
+            kernel = self._kernels[scale is not None, is_gate_up, rows]
+            threads, shared_bytes = plan.threads, plan.shared_bytes
         else:
+            pieces = self._map(data, plan.piece, TILE, False)
             params = GemvParams(
-                self._map(data, plan.piece), *operands, rows, inner, out, plan.num_splits, plan.stages(rows), plan.pieces,
-                plan.piece, plan.x_pitch,
+                pieces, *operands, rows, inner, out, plan.num_splits, plan.stages(rows), plan.pieces, plan.piece, plan.x_pitch
             )  # fmt: skip
             kernel = self._kernels[scale is not None, is_gate_up, 8 if rows <= 8 else 16]
             threads, shared_bytes = (WARPS + 1) * 32, plan.shared_bytes(rows)
         stream = torch.cuda.current_stream().cuda_stream
         kernel.launch(plan.ctas, threads, (params,), stream, shared_bytes=shared_bytes, is_pdl=self._is_pdl)
 
-    def _map(self, data: torch.Tensor, piece: int) -> Any:
-        key = data.data_ptr(), data.shape, data.element_size(), piece  # all that is in a map
+    def _map(self, data: torch.Tensor, box_bytes: int, box_rows: int, is_swizzled: bool) -> Any:
+        key = data.data_ptr(), data.shape, data.element_size(), box_bytes, box_rows  # all that is in a map
         if key not in self._maps:
-            self._maps[key] = encode_map(data, piece)
+            self._maps[key] = encode_map(data, box_bytes, box_rows, is_swizzled)
         return self._maps[key]
 
 
-def load_gemv(build: Build) -> dict[tuple[bool, bool, int], Kernel]:
-    """Kernels by (is e4m3, is gate and up, most rows), on the current GPU: 1 and 2 of `gemv_rows.cu`, 8 and 16 of `gemv.cu`."""
-    kernels = load_gemv_rows(build)
+def load_gemv(build: Build) -> dict[Any, Kernel]:
+    """Kernels by (is e4m3, is gate and up, most rows), on the current GPU: 1 and 2 of `gemv_rows.cu`, 8 and 16 of `gemv.cu`; and
+    those of `load_gemv_groups`."""
+    kernels = {**load_gemv_rows(build), **load_gemv_groups(build)}
     for is_fp8 in (False, True):
         for is_gate_up in (False, True):
             for rows in (8, 16):

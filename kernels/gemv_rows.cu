@@ -16,8 +16,9 @@
 // `num_parts` > 1: each row in that many parts of `part_bytes` (the last may be shorter), with sums of their own for the reader to add:
 // [num_parts, ROWS, out]. The grid is a multiple of it, so that a CTA meets one part only, and holds only that of x.
 //
-// Two CTAs fit on an SM where the ring is small enough: the next kernel fills its ring while this one uses up its own. It may start
-// when the last weights are asked for; earlier would only move bytes from one kernel's time to the other's.
+// A CTA has an SM, or half of one, to itself, and all of its shared memory is ring. Not all of it is asked for at once: `in_flight` chunks
+// keep memory busy, and more of them only stand in the way of the small kernels between products, whose few loads would wait for all
+// that was asked for before them. The next kernel may start when the last weights are asked for.
 //
 // GATE_UP: the weight has gate rows first, then as many up rows. A slot takes a chunk of each, and silu(gate) * up is put out in bf16.
 //
@@ -48,6 +49,7 @@ struct GemvRowsParams {
     u32 segment;             // blocks; no part has fewer bytes
     u32 chunk_rows;          // up to 32; 1 where there are parts
     u32 slots;               // of the ring, up to MAX_SLOTS
+    u32 in_flight;           // chunks that may be under way at once, up to `slots`: the wait for one must not find its slot in use again
     u32 slot_bytes;          // a multiple of 256
 };
 
@@ -67,8 +69,13 @@ __device__ __forceinline__ u32 rows_of(const GemvRowsParams& p, u32 chunk) { ret
 // One thread: all weights of this CTA, slot after slot. A slot is written again once its warp is done with it.
 __device__ __forceinline__ void stream_weights(const GemvRowsParams& p, const Share& share, u32 ring, u32 full, u32 empty) {
     u32 slot = 0, parity = 1;  // a new barrier passes a wait for the phase before its first
+    u32 arriving = 0, arriving_parity = 0, count = 0;
     for (u32 chunk = share.first; chunk < share.chunks; chunk += share.step) {
         u32 size = rows_of(p, chunk) * share.bytes;
+        if (count++ >= p.in_flight) {
+            wait_phase(full + arriving * 8, arriving_parity);
+            if (++arriving == p.slots) arriving = 0, arriving_parity ^= 1;
+        }
         wait_phase(empty + slot * 8, parity);
         arrive_expecting(full + slot * 8, HALVES * size);
 #pragma unroll
@@ -278,6 +285,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 2) gemv_rows(cons
     if (warp == WARPS) {
         if (lane == 0) {
             stream_weights(p, share, shared_address(shared), full, empty);
+            // Not earlier: the next product's weights would come before the last ones of this.
             let_dependents_start();
             wait_for_prerequisites();  // so that the kernel does not end before the one before it
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import ClassVar
@@ -16,9 +16,7 @@ MAX_ROWS = 2
 WARPS, MAX_SLOTS, BLOCK, SEGMENTS = 8, 16, 64, 8  # as in gemv_rows.cu; bytes of a block, segments of a row
 CHUNK_BYTES = 16 << 10  # of a copy: larger ones were not faster, and the last is multiplied when nothing is read any more
 MAX_CHUNK_ROWS = 32  # a lane each
-# Two CTAs share the 228 KiB of an SM, 1 KiB of it theirs each: so that the next product reads ahead while this one ends.
-SHARED_BYTES = 112 << 10
-MAX_SHARED_BYTES = 200 << 10  # where that is too little; beside it attention still finds room
+MAX_SHARED_BYTES = 200 << 10  # of a CTA
 MIN_RING_BYTES = 48 << 10  # an H200 brings 34 KB an SM in a us, and takes more than one to answer
 GOOD_RING_BYTES = 80 << 10  # what is read ahead while the kernel before ends
 PART_COST = 0.02  # of a sum by one more part, as a share of the whole: what its reader pays
@@ -32,7 +30,8 @@ class GemvRowsParams(ctypes.Structure):
         ("weight", ctypes.c_uint64), ("x", ctypes.c_uint64), ("scale", ctypes.c_uint64), ("bias", ctypes.c_uint64),
         ("sums", ctypes.c_uint64), ("product", ctypes.c_uint64), ("in_", ctypes.c_uint32), ("out", ctypes.c_uint32),
         ("num_parts", ctypes.c_uint32), ("part_bytes", ctypes.c_uint32), ("segment", ctypes.c_uint32),
-        ("chunk_rows", ctypes.c_uint32), ("slots", ctypes.c_uint32), ("slot_bytes", ctypes.c_uint32),
+        ("chunk_rows", ctypes.c_uint32), ("slots", ctypes.c_uint32), ("in_flight", ctypes.c_uint32),
+        ("slot_bytes", ctypes.c_uint32),
     ]  # fmt: skip
 
 
@@ -48,19 +47,25 @@ class RowsPlan:
     slots: int
     slot_bytes: int
     shared_bytes: int
+    in_flight: int  # chunks, up to `slots`
 
     threads: ClassVar[int] = (WARPS + 1) * 32
+
+    def paced(self, num_bytes: int) -> RowsPlan:
+        """The same with at most about `num_bytes` under way at once."""
+        return replace(self, in_flight=min(self.slots, max(2, num_bytes // self.slot_bytes)))
 
 
 @cache
 def plan_rows(
-    rows: int, inner: int, out: int, elem_bytes: int, num_sms: int, is_gate_up: bool = False, num_splits: int | None = None,
-    shared_bytes: int = SHARED_BYTES,
+    rows: int, inner: int, out: int, elem_bytes: int, num_ctas: int, is_gate_up: bool = False, num_splits: int | None = None,
+    shared_bytes: int = MAX_SHARED_BYTES,
 ) -> RowsPlan | None:  # fmt: skip
     """The best dealing for `rows` rows of x and a weight `[out, inner]` (`out` of each half if `is_gate_up`), or None.
 
     The time of a product is that of the fullest CTA, and of multiplying its last chunk. Only long rows are cut, unless
-    `num_splits` says so, and a gate and up product never. `shared_bytes`: of a CTA, exceeded where a ring would be too short.
+    `num_splits` says so, and a gate and up product never. `num_ctas`: that the GPU holds at once. `shared_bytes`: of a CTA,
+    exceeded where a ring would be too short.
     """
     if not 0 < rows <= MAX_ROWS or inner * elem_bytes % 16 or inner * 2 % 16 or (is_gate_up and num_splits not in (None, 1)):
         return None
@@ -74,8 +79,8 @@ def plan_rows(
         best, least = None, float("inf")
         for part in parts:
             for chunk_rows in range(1, MAX_CHUNK_ROWS + 1) if part == 1 else (1,):
-                plan = _dealt(rows, row_bytes, out, elem_bytes, num_sms, halves, part, chunk_rows, limit)
-                if plan is not None and (cost := _cost(plan, row_bytes, out, num_sms, halves)) < least:
+                plan = _dealt(rows, row_bytes, out, elem_bytes, num_ctas, halves, part, chunk_rows, limit)
+                if plan is not None and (cost := _cost(plan, row_bytes, out, num_ctas, halves)) < least:
                     best, least = plan, cost
         if best is not None:
             return best
@@ -83,16 +88,16 @@ def plan_rows(
 
 
 def _dealt(
-    rows: int, row_bytes: int, out: int, elem_bytes: int, num_sms: int, halves: int, parts: int, chunk_rows: int, limit: int
+    rows: int, row_bytes: int, out: int, elem_bytes: int, num_ctas: int, halves: int, parts: int, chunk_rows: int, limit: int
 ) -> RowsPlan | None:  # fmt: skip
     """The plan with these parts and rows a chunk, within `limit` bytes of shared memory."""
     part_bytes = -(-row_bytes // (parts * BLOCK)) * BLOCK if parts > 1 else row_bytes
     last_bytes = row_bytes - (parts - 1) * part_bytes
     segment = -(-part_bytes // (SEGMENTS * BLOCK))
     copied = chunk_rows * part_bytes * (halves if chunk_rows > 1 else 1)  # two long rows may share a slot, more may not
-    if parts > num_sms or last_bytes < segment * BLOCK or copied > CHUNK_BYTES:
+    if parts > num_ctas or last_bytes < segment * BLOCK or copied > CHUNK_BYTES:
         return None
-    sets = min(-(-out // chunk_rows), num_sms // parts)
+    sets = min(-(-out // chunk_rows), num_ctas // parts)
     slot_bytes = -(-chunk_rows * part_bytes // 128) * 128 * halves
     x_bytes = rows * segment * SEGMENTS * BLOCK // elem_bytes * 2
     slots = min(MAX_SLOTS, (limit - x_bytes) // slot_bytes)
@@ -100,14 +105,14 @@ def _dealt(
     if slots < needed and slots * chunk_rows * part_bytes * halves < MIN_RING_BYTES:
         return None
     slots = min(slots, needed)
-    return RowsPlan(sets * parts, parts, part_bytes, segment, chunk_rows, slots, slot_bytes, slots * slot_bytes + x_bytes)
+    return RowsPlan(sets * parts, parts, part_bytes, segment, chunk_rows, slots, slot_bytes, slots * slot_bytes + x_bytes, slots)
 
 
-def _cost(plan: RowsPlan, row_bytes: int, out: int, num_sms: int, halves: int) -> float:
+def _cost(plan: RowsPlan, row_bytes: int, out: int, num_ctas: int, halves: int) -> float:
     """What a CTA could read in the time that the product takes, in bytes."""
     most = -(-out // (plan.chunk_rows * (plan.ctas // plan.num_splits)))
     chunk_bytes = halves * plan.chunk_rows * plan.part_bytes
-    whole = PART_COST * plan.num_splits * halves * out * row_bytes / num_sms
+    whole = PART_COST * plan.num_splits * halves * out * row_bytes / num_ctas
     is_short = plan.slots < most and plan.slots * chunk_bytes < GOOD_RING_BYTES
     border = (GOOD_RING_BYTES - plan.slots * chunk_bytes) / 4 if is_short else 0
     return most * (max(chunk_bytes, SMALL_CHUNK_BYTES) + CHUNK_COST) + chunk_bytes / 2 + whole + border

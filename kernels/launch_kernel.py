@@ -13,7 +13,7 @@ from typing import Any
 
 from launch.errors import KernelLaunchError
 
-_DEFAULT_SHARED_BYTES = 48 << 10  # dynamic shared memory that a kernel may use without asking (CUDA C++ guide, 16.x)
+_DEFAULT_SHARED_BYTES = 48 << 10  # shared memory that a kernel may use without asking (CUDA C++ guide, 16.x)
 _MAX_CARVEOUT = 100  # percent: all of an SM's memory that may be shared memory, the rest is L1
 _PORTABLE_CLUSTER = 8  # blocks; larger clusters must be asked for (CUDA C++ guide, thread block clusters)
 
@@ -50,7 +50,7 @@ class Kernel:
         self.name = name
         self._function, self._arguments = function, arguments
         self._configs: dict[tuple, Any] = {}
-        self._shared_bytes = _DEFAULT_SHARED_BYTES
+        self._shared_bytes: int | None = None  # dynamic, that it may have; not known before the first launch
         self._is_large_cluster_allowed = False
         self._driver = _driver()
 
@@ -100,12 +100,16 @@ class Kernel:
         return launch_config(self._driver, _xyz(grid), _xyz(block), shared_bytes, _xyz(cluster), is_pdl)
 
     def _allow_shared(self, shared_bytes: int) -> None:
-        if shared_bytes > self._shared_bytes:
-            attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _call(self.name, self._driver.cuFuncSetAttribute, self._function, attribute, shared_bytes)
-            # An SM set up for one such block could not take the next kernel's beside it before it is idle.
-            carveout = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        attributes = self._driver.CUfunction_attribute
+        if self._shared_bytes is None:
+            static = attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+            self._shared_bytes = _DEFAULT_SHARED_BYTES - _call(self.name, self._driver.cuFuncGetAttribute, static, self._function)
+            # Kernels that divide an SM's memory differently cannot be on it together: the next one would wait until it is idle.
+            carveout = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             _call(self.name, self._driver.cuFuncSetAttribute, self._function, carveout, _MAX_CARVEOUT)
+        if shared_bytes > self._shared_bytes:
+            attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _call(self.name, self._driver.cuFuncSetAttribute, self._function, attribute, shared_bytes)
             self._shared_bytes = shared_bytes
 
     def _allow_large_clusters(self) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 MAX_GROUP, MAX_CLUSTER, TILE_KEYS = 16, 8, 16  # as in the sources
+SHORT_CONTEXT = 1024  # tokens that one cluster reads faster than several that meet in global memory
+MAX_CLUSTERS = 16  # of a row and KV head: who arrives last joins them all
 WARPS, STAGES = (4, 8), (2, 3, 4)  # of a CTA, and of a warp, that the kernel can be launched with
 BLOCK_SHARED_BYTES = 227 << 10  # that a CTA may have on sm_90
 
@@ -44,15 +46,18 @@ class SplitGrid:
 
 
 def split_grid(rows: int, local_kv_heads: int, num_sms: int, max_context: int) -> SplitGrid:
-    """A grid that fills `num_sms` SMs once if rows are few, for rows of up to `max_context` tokens.
+    """The fastest grid of those that `python -m engine.bench.attention --trials` timed, for rows of up to `max_context` tokens.
 
     Fixed by these numbers alone, so that a captured launch stays right whatever the lengths become.
     """
     pairs = rows * local_kv_heads
-    if 4 * pairs <= num_sms:
-        # A CTA an SM. A cluster lies within one GPC, and their SMs do not all divide by its size: one less fits at once for sure.
-        most = max(1, (num_sms // 4 - 1) // pairs)
-        useful = -(-max_context // (4 * 8 * TILE_KEYS))
-        return SplitGrid(4, max(1, min(most, useful)), num_warps=8, num_stages=2)
-    # Two CTAs an SM, so that one fetches while the other joins, and the next launch while this one ends.
-    return SplitGrid(1 << (min(MAX_CLUSTER, max(1, 2 * num_sms // pairs)).bit_length() - 1), 1, num_warps=4, num_stages=3)
+    if pairs > num_sms:  # two CTAs an SM, so that one fetches while the other joins
+        return SplitGrid(1, 1, num_warps=4, num_stages=3)
+    # A CTA an SM: eight warps that ask far ahead read memory as fast as it goes.
+    room = num_sms // pairs
+    if max_context <= SHORT_CONTEXT:
+        return SplitGrid(8 if room >= 32 else 4 if room >= 16 else min(2, room), 1, num_warps=8, num_stages=3)
+    cluster = MAX_CLUSTER if room >= 64 else min(2, room)
+    useful = -(-max_context // (cluster * 8 * TILE_KEYS))
+    num_clusters = max(1, min(room // cluster, useful, MAX_CLUSTERS))
+    return SplitGrid(cluster, num_clusters, num_warps=8, num_stages=3, alone_tiles=2 if num_clusters > 1 else 4)

@@ -77,7 +77,6 @@ __device__ __forceinline__ void reduce_and_norm(const NormParams& n, Shared& sha
 #pragma unroll
     for (int k = 0; k < K; ++k)
         if (begin + k * step < units) send(p, value[k], epoch, threadIdx.x + k * blockDim.x);
-    let_dependents_start();
     float squares = 0.0f;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -94,15 +93,20 @@ __device__ __forceinline__ void reduce_and_norm(const NormParams& n, Shared& sha
     }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
-    cluster_wait();  // all CTAs of the row run, and their mailboxes are open
     float* mine = reinterpret_cast<float*>(shared.squares) + cta * warps + warp;
-    if (lane < ctas) st_async(mine, &shared.mailbox, lane, squares);
+    if (ctas == 1) {  // no cluster, and so no mail
+        if (lane == 0) *mine = squares;
+    } else {
+        cluster_wait();  // all CTAs of the row run, and their mailboxes are open
+        if (lane < ctas) st_async(mine, &shared.mailbox, lane, squares);
+    }
     // While the sums travel.
 #pragma unroll
     for (int k = 0; k < K; ++k)
         if (begin + k * step < units)
             *reinterpret_cast<u64*>(n.residual + row + (begin + k * step) * UNIT_ELEMS) = value[k].word;
-    wait_bytes(&shared.mailbox);  // of all CTAs: none is still writing into this one when it ends
+    if (ctas == 1) __syncthreads();
+    else wait_bytes(&shared.mailbox);  // of all CTAs: none is still writing into this one when it ends
     float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
     for (u32 i = 0; i < (ctas * warps + 3) / 4; ++i) {
         float4 four = shared.squares[i];
@@ -126,12 +130,14 @@ __device__ __forceinline__ void reduce_and_norm(const NormParams& n, Shared& sha
 
 extern "C" __global__ void __launch_bounds__(1024) all_reduce_lamport_norm(const __grid_constant__ NormParams n) {
     __shared__ Shared shared;
+    // At once: what follows is a product, which fills its rings with weights while this kernel waits for its turn.
+    let_dependents_start();
     u32 ctas = cluster_size(), cta = cluster_rank(), words = ctas * (blockDim.x / 32);
     if (threadIdx.x == 0) {
         for (u32 i = words; i % 4 != 0; ++i) reinterpret_cast<float*>(shared.squares)[i] = 0.0f;  // read with the last four
-        expect_bytes(&shared.mailbox, words * 4);
+        if (ctas > 1) expect_bytes(&shared.mailbox, words * 4);
     }
-    cluster_arrive();
+    if (ctas > 1) cluster_arrive();
     u32 units = n.hidden / UNIT_ELEMS, step = ctas * blockDim.x;
     if (units <= step) reduce_and_norm<1>(n, shared, cta, ctas);
     else if (units <= 2 * step) reduce_and_norm<2>(n, shared, cta, ctas);

@@ -210,6 +210,7 @@ def main(
     record: Path | None,
 ) -> None:
     commit()
+    torch.zeros(1, device="cuda")  # a kernel is loaded in a context that is there
     kernel = load_decode_attention(Build(default_cache_folder()), DTYPE, HEAD_DIM)
     for name in shapes or SHAPES:
         tp, num_q, num_kv = SHAPES[name]

@@ -37,8 +37,17 @@ __device__ __forceinline__ void expect_bytes(u64* mailbox, u32 num_bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(num_bytes) : "memory");
 }
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Both are of whole warps: after a branch that not all lanes took, a warp may come here in pieces, and an instruction that is told
+// otherwise ends the kernel as illegal.
+__device__ __forceinline__ void cluster_arrive() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+    __syncwarp();
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 // `value` into `target` of CTA `rank`, counted by its `mailbox`: one trip, no barrier.
 __device__ __forceinline__ void st_async(float* target, u64* mailbox, u32 rank, float value) {

@@ -27,6 +27,7 @@ class RecordingDriver:
     """Answers like cuda-bindings, and copies the arguments at a launch as the driver does."""
 
     CUfunction_attribute = SimpleNamespace(
+        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES="static",
         CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared",
         CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT="carveout",
         CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED="large",
@@ -34,6 +35,8 @@ class RecordingDriver:
     CUlaunchAttributeID = SimpleNamespace(
         CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster", CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="pdl"
     )
+
+    num_static_bytes = 1 << 10  # of shared memory
 
     def __init__(self, context=1, refuse=None):
         self.context, self.refuse = context, refuse
@@ -61,6 +64,10 @@ class RecordingDriver:
     def cuFuncLoad(self, function):
         self.loaded.append(function)
         return (Code.CUDA_SUCCESS,)
+
+    def cuFuncGetAttribute(self, attribute, function):
+        assert attribute == "static"
+        return Code.CUDA_SUCCESS, self.num_static_bytes
 
     def cuFuncSetAttribute(self, function, attribute, value):
         self.attributes.append((attribute, value))
@@ -119,7 +126,7 @@ def test_a_plain_launch_has_no_attributes(driver):
     assert (config["gridDimX"], config["gridDimY"], config["gridDimZ"]) == (2, 3, 4)
     assert (config["blockDimX"], config["blockDimY"], config["blockDimZ"]) == (8, 4, 2)
     assert config["attrs"] == [] and config["numAttrs"] == 0 and config["sharedMemBytes"] == 0
-    assert driver.attributes == []
+    assert driver.attributes == [("carveout", 100)]
 
 
 def test_clusters_and_pdl_are_attributes(driver):
@@ -128,14 +135,14 @@ def test_clusters_and_pdl_are_attributes(driver):
     cluster, pdl = config["attrs"]
     assert cluster.id == "cluster" and vars(cluster.value.clusterDim) == {"x": 16, "y": 1, "z": 1}
     assert pdl.id == "pdl" and pdl.value.programmaticStreamSerializationAllowed == 1 and config["numAttrs"] == 2
-    assert driver.attributes == [("large", 1)]
+    assert driver.attributes == [("carveout", 100), ("large", 1)]
 
 
 def test_more_shared_memory_than_usual_is_asked_for_once(driver):
     kernel = kernel_of(driver)
-    for shared_bytes in (48 << 10, 100 << 10, 100 << 10, 60 << 10, 200 << 10):
+    for shared_bytes in (47 << 10, 48 << 10, 100 << 10, 100 << 10, 60 << 10, 200 << 10):
         kernel.launch(1, 32, ARGS, stream=0, shared_bytes=shared_bytes)
-    assert driver.attributes == [("shared", 100 << 10), ("carveout", 100), ("shared", 200 << 10), ("carveout", 100)]
+    assert driver.attributes == [("carveout", 100)] + [("shared", kib << 10) for kib in (48, 100, 200)], "beside 1 KiB static"
 
 
 def test_a_function_is_resident_before_its_first_launch(driver):

@@ -228,9 +228,13 @@ def check_graph(rank: int, size: int) -> None:
             world.vocabulary.gather(logits, None, gathered)
             options.positions.add_(1)
 
-        # Made now: where ranks share a GPU, new memory waits for the peers' kernels, which may be waiting for this rank.
+        # Made now, and by all before anyone goes on: where ranks share a GPU, new memory waits for the peers' kernels, which may
+        # be waiting for this rank. The comparisons are made once as well, for the memory and the code that they load.
         shifted = [full.roll(shift, 1) for shift in range(7)]
         highest = [first_highest(fresh) for fresh in shifted]
+        assert not torch.equal(ids, highest[0]) and not torch.equal(bits(gathered), bits(full))
+        torch.cuda.synchronize()
+        world.agree(None)
         with torch.cuda.stream(stream):
             body()
             eager = [drawn.tolist()]
