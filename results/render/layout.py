@@ -24,6 +24,10 @@ LAYOUTS = {
     "decode": Layout("Decode", "Random weights of a public shape, the whole engine. TPOT excludes prefill.", split=("model",)),
     "prefill": Layout("Prefill", "Time to the first token, and prompt tokens a second.", like={"ttft_p90_ms": "ttft_ms"}),
     "throughput": Layout("Throughput", "Many requests of mixed lengths, all there at the start."),
+    "drift": Layout(
+        "Long run", "Prompts through a full batch; tenths of equal work. Mismatches: ranks chose other tokens at some step.",
+        work=("steps_compared",),
+    ),
     "speculate": Layout("Speculation", "Speedup over plain decode of the same rows."),
     "coldstart": Layout("Cold start", "From the start of the process to the first token.", whole="first_token_s"),
     "stages": Layout("Stages of a step", "Each stage beside its share of the wall time.", whole="wall_us"),

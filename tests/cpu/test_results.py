@@ -52,6 +52,8 @@ EXPECTED = {
                 ["20", "10 (50 %)", "30 (1.50x)", "40", "10 (25 %)", "30 (0.75x)", "3", "0"]),
     "throughput": (["output, tok/s", "vLLM", "drift, %", "limit"], ["9000", "6000 (1.50x)", "1.5", "3"]),
     "speculate": (["speedup", "tokens per step", "limit", "acceptance", "limit"], ["1.75", "3.1", "5", "0.8", "1"]),
+    "drift": (["output, tok/s", "ceiling", "drift, %", "limit", "steps compared", "mismatches", "limit"],
+              ["900", "1800 (50 %)", "1.5", "2", "4800", "0", "0"]),
     "coldstart": (["first token, s", "vLLM", "imports, s"], ["8", "40 (5.00x)", "2 (25 %)"]),
     "stages": (["qkv, us", "mlp, us", "ceiling", "wall, us"], ["25 (25 %)", "50 (50 %)", "40 (80 %)", "100"]),
     "product": (["product, us", "ceiling", "cuBLAS", "HBM, TB/s", "ceiling"],
