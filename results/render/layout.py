@@ -42,6 +42,11 @@ LAYOUTS = {
     "put_signal": Layout("Put-with-signal", "One hop between two GPUs; the ceiling is the bare link, one word there."),
     "soak": Layout("Soak", "All-reduces with changing data and sizes, every one checked on the device.", work=("calls",)),
     "product": Layout("Products of a decode step", "Each kind alone, weights from HBM.", split=("model",)),
+    "fp8_error": Layout(
+        "FP8 weights",
+        "Errors in percent of what the model computes in fp32: of a kind's products, and of the logits when it alone is in FP8.\n"
+        "Beside them the whole model in bf16.",
+    ),
     "decode_attention": Layout("Decode attention", "One layer's share of a step."),
     "cpu": Layout("CPU", "Against transformers in one process; only the ratios hold on another day."),
 }  # fmt: skip

@@ -58,6 +58,8 @@ EXPECTED = {
     "stages": (["qkv, us", "mlp, us", "ceiling", "wall, us"], ["25 (25 %)", "50 (50 %)", "40 (80 %)", "100"]),
     "product": (["product, us", "ceiling", "cuBLAS", "HBM, TB/s", "ceiling"],
                 ["10", "6 (60 %)", "9 (0.90x)", "3", "4.59 (65 %)"]),
+    "fp8_error": (["qkv error, %", "bf16", "kl nats", "bf16", "perplexity, %", "limit"],
+                  ["2", "0.25", "0.01", "0.001", "0.2", "1"]),
     "decode_attention": (["attention, us", "ceiling", "sdpa", "flashinfer"], ["5", "1 (20 %)", "20 (4.00x)", "10 (2.00x)"]),
     "put_signal": (["hop, us", "ceiling", "nccl"], ["2", "0.5 (25 %)", "16 (8.00x)"]),
     "soak": (["calls", "mismatches", "limit", "drift, %", "limit"], ["1000", "0", "0", "0.5", "3"]),
