@@ -63,10 +63,13 @@ class Finishes:
         tokens = self.log.marks[-1][1] if self.log.marks else 0
         self.marks.append((time.perf_counter(), tokens, self.log.num_steps))
 
-    def tenths(self) -> list[Tenth]:
+    def tenths(self) -> tuple[Tenth, ...]:
+        """Of all parts but the first and the last; none on ranks that see no answer end."""
+        if not self.marks:
+            return ()
         count = len(self.marks) // PARTS
         ends = [self.marks[count * part - 1] for part in range(1, PARTS)]
-        return [Tenth(*(b - a for a, b in zip(begin, end))) for begin, end in zip(ends, ends[1:])]
+        return tuple(Tenth(*(b - a for a, b in zip(begin, end))) for begin, end in zip(ends, ends[1:]))
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,9 @@ def run_long(engine: Engine, requests: Requests) -> Drift:
     finishes = Finishes(TokenLog())
     run_once(engine, requests.prompts, requests.outputs, finishes.log, finishes.note)
     if hashes is None:
-        return Drift(tuple(finishes.tenths()), 0)
+        return Drift(finishes.tenths(), 0)
     stray = hashes.first_stray()
-    return Drift(tuple(finishes.tenths() if finishes.marks else ()), len(hashes.hashes), stray)
+    return Drift(finishes.tenths(), len(hashes.hashes), stray)
 
 
 def make_record(case: Case, requests: Requests, drift: Drift, floor_s: float, backend: str, comm: str) -> Record:

@@ -48,7 +48,8 @@ def test_all_parts_have_the_same_lengths_and_other_tokens():
 
 def test_tenths_end_with_answers():
     finishes = Finishes(TokenLog(), [(float(2 * n), 10 * n, n) for n in range(PARTS * 3)])
-    assert finishes.tenths() == [Tenth(6.0, 30, 3)] * 10 and finishes.tenths()[0].tok_s == 5.0
+    assert finishes.tenths() == (Tenth(6.0, 30, 3),) * 10 and finishes.tenths()[0].tok_s == 5.0
+    assert Finishes(TokenLog()).tenths() == (), "rank 0 alone sees answers end"
 
 
 def test_a_run_on_a_cpu_has_equal_work_in_its_tenths():

@@ -35,7 +35,7 @@ def test_a_model_comes_out_as_its_matrices_in_fp8(model, tmp_path):
     before, after = load_file(model / "model.safetensors"), load_file(rebuilt / "model.safetensors")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        whole = dequantize(quantize(tensor), torch.bfloat16) if tensor.dim() == 2 else tensor.bfloat16()
+        whole = dequantize(quantize(tensor, num_scales=1), torch.bfloat16) if tensor.dim() == 2 else tensor.bfloat16()
         assert torch.equal(after[name], whole), name
     assert json.loads((rebuilt / "config.json").read_text())["dtype"] == "bfloat16"
     expected, text = json.loads((rebuilt / "expected.json").read_text()), Text.load(rebuilt)

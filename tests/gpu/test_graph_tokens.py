@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.gpu.graph_engine import answer_on_gpu, open_replica
-from tests.near_ties import Reference, Tally
+from tests.near_ties import MOST_TIES, Reference, Tally
 from tests.token_cases import BATCHES, MAX_MODEL_LEN, PAGE_LENGTHS, Rows, page_cases, save_mild_model, split_cases
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -34,7 +34,9 @@ def reference(folder):
 @pytest.fixture(scope="module", params=DTYPES)
 def pair(request, folder):
     """An eager replica and one with graphs, and their dtype."""
-    settings = {"dtype": request.param, "max_batch": max(BATCHES), "max_model_len": MAX_MODEL_LEN, "kv_memory_bytes": 1 << 30}
+    # All rows of a case prefill in one step, so that every later one is a captured one.
+    settings = {"dtype": request.param, "max_batch": max(BATCHES), "max_model_len": MAX_MODEL_LEN, "kv_memory_bytes": 1 << 30,
+                "max_step_tokens": max(BATCHES) * MAX_MODEL_LEN}  # fmt: skip
     replicas = [open_replica(folder, steps, **settings) for steps in ("eager", "cuda")]
     yield *replicas, request.param
     for replica in replicas:
@@ -42,11 +44,13 @@ def pair(request, folder):
     torch.cuda.empty_cache()
 
 
-def check(eager, graph, reference: Reference, dtype: str, cases: Iterable[Rows], what: str) -> None:
+def check(eager, graph, reference: Reference, dtype: str, cases: Iterable[Rows], what: str, most_waits: float = 0.0) -> None:
+    """`most_waits`: share of the steps that may be eager."""
     tallies = {name: Tally() for name in ("graph against eager", "graph against transformers", "eager against transformers")}
     for rows in cases:
         plain, run = answer_on_gpu(eager, rows.requests), answer_on_gpu(graph, rows.requests)
-        assert run.stats.num_waits == 0, "a step was not captured"
+        # A row that was preempted is computed again in eager steps, in which the others take a token each.
+        assert run.stats.num_waits <= most_waits * run.stats.num_steps, "steps were not captured"
         for tally, (wanted, found) in zip(
             tallies.values(), ((plain.token_ids, run.token_ids), (None, run.token_ids), (None, plain.token_ids))
         ):
@@ -55,7 +59,7 @@ def check(eager, graph, reference: Reference, dtype: str, cases: Iterable[Rows],
     for name, tally in tallies.items():
         print(f"{what}, {dtype}, {name}: {tally}")
         assert tally.num_identical == tally.num_rows or dtype != "float32"
-        assert tally.num_identical > tally.num_rows // 4
+        assert tally.tie_rate < MOST_TIES
 
 
 def test_tokens_across_page_borders(pair, reference):
@@ -76,6 +80,6 @@ def test_tokens_after_preemption(folder, reference, dtype):
     eager, graph = (open_replica(folder, steps, **settings) for steps in ("eager", "cuda"))
     assert eager.scheduler.pool.num_pages == 50
     rows = Rows.draw([length + 5 for length in PAGE_LENGTHS] * 2, 70)
-    check(eager, graph, reference, dtype, [rows], "after preemption")
+    check(eager, graph, reference, dtype, [rows], "after preemption", most_waits=0.5)
     print(f"preemptions: {eager.scheduler.num_preemptions} eager, {graph.scheduler.num_preemptions} with graphs")
     assert eager.scheduler.num_preemptions > 3 and graph.scheduler.num_preemptions > 3

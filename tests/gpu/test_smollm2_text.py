@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from tests.gpu.graph_engine import answer_on_gpu, open_replica
-from tests.near_ties import Reference
+from tests.near_ties import MOST_TIES, Reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
+AMPLIFICATION = 1.0  # of rounding; 0.6 as measured with transformers in bf16 against itself in fp32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -28,7 +29,7 @@ def folder(request):
 
 @pytest.fixture(scope="module")
 def reference(folder):
-    return Reference(folder, "cuda")
+    return Reference(folder, "cuda", AMPLIFICATION)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,7 +56,7 @@ def test_the_gpus_text_is_the_cpus_up_to_near_ties(folder, reference, dtype):
     for name, tokens in found.items():
         tally = reference.compare(prompts[: len(tokens)], answers[: len(tokens)], tokens, DTYPES[dtype])
         print(f"{dtype}, {name} against the CPU's fp32: {tally}")
-        assert dtype != "float32" or tally.num_identical >= tally.num_rows - 1
+        assert tally.tie_rate < (0.002 if dtype == "float32" else MOST_TIES)
     for one, other in (("graphs", "eager"), ("graphs alone", "eager alone")):
         tally = reference.compare(prompts[: len(found[one])], found[other], found[one], DTYPES[dtype])
         print(f"{dtype}, {one} against {other}: {tally}")

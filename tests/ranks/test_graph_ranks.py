@@ -116,8 +116,8 @@ def border_cases() -> list:
 
 
 def answer_borders(rank: int, size: int, folder: str) -> list:
-    """(dtype, tokens of eager steps, tokens with graphs, host waits and preemptions with graphs) of each case; the tokens are
-    rank 0's."""
+    """(dtype, tokens of eager steps, tokens with graphs, host waits a step and preemptions with graphs) of each case; tokens
+    and waits are rank 0's."""
     from tests.token_cases import MAX_MODEL_LEN
 
     world, comm = open_comm()
@@ -125,13 +125,15 @@ def answer_borders(rank: int, size: int, folder: str) -> list:
     *cases, short_of_pages = border_cases()
     for dtype in DTYPES:
         page_bytes = 2 * 3 * 16 * LOCAL_KV_HEADS * 64 * (4 if dtype == "float32" else 2)  # layers, tokens, heads
-        pair = open_pair(folder, world, comm, dtype=dtype, kv_memory_bytes=1 << 29, max_batch=64, max_model_len=MAX_MODEL_LEN)
+        pair = open_pair(folder, world, comm, dtype=dtype, kv_memory_bytes=1 << 29, max_batch=64, max_model_len=MAX_MODEL_LEN,
+                         max_step_tokens=8 * MAX_MODEL_LEN)  # fmt: skip
         few = open_pair(folder, world, comm, dtype=dtype, kv_memory_bytes=NUM_PAGES * page_bytes, max_batch=17, max_model_len=256)
         assert few[1].scheduler.pool.num_pages == NUM_PAGES
         for replicas, case in [*((pair, case) for case in cases), (few, short_of_pages)]:
             plain, run = answer_both(replicas, lambda: case.requests)  # noqa: B023
             tokens = [plain.token_ids, run.token_ids] if rank == 0 else [[], []]
-            outcomes.append((dtype, *tokens, run.stats.num_waits, replicas[1].scheduler.num_preemptions))
+            waits = run.stats.num_waits / max(1, run.stats.num_steps)
+            outcomes.append((dtype, *tokens, waits, replicas[1].scheduler.num_preemptions))
     torch.cuda.synchronize()
     comm.close()
     return outcomes
@@ -140,7 +142,7 @@ def answer_borders(rank: int, size: int, folder: str) -> list:
 @pytest.mark.parametrize("size", (2, 4, 8))
 def test_tokens_at_borders_and_after_preemption(size, tmp_path):
     """fp32: the same tokens as eager steps and transformers; bf16: first differences at near-ties only."""
-    from tests.near_ties import Reference, Tally
+    from tests.near_ties import MOST_TIES, Reference, Tally
     from tests.token_cases import save_mild_model
 
     folder, cases = save_mild_model(tmp_path), border_cases()
@@ -148,11 +150,11 @@ def test_tokens_at_borders_and_after_preemption(size, tmp_path):
     reference = Reference(folder, "cuda")
     tallies = {(dtype, name): Tally() for dtype in DTYPES for name in ("eager steps", "transformers")}
     for case, (dtype, plain, found, waits, preemptions) in zip(cases * len(DTYPES), outcomes, strict=True):
-        assert waits == 0 and (preemptions > 3) == (case is cases[-1])
+        assert (waits < 0.5 and preemptions > 3) if case is cases[-1] else waits == preemptions == 0
         for name, wanted in (("eager steps", plain), ("transformers", None)):
             tallies[dtype, name] += reference.compare(case.prompts, wanted, found, DTYPES[dtype])
     print()
     for (dtype, name), tally in tallies.items():
         print(f"TP {size}, {dtype}, graphs against {name}: {tally}")
         assert tally.num_identical == tally.num_rows or dtype != "float32"
-        assert tally.num_identical > tally.num_rows // 4
+        assert tally.tie_rate < MOST_TIES
