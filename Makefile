@@ -40,7 +40,7 @@ ARCH     ?= sm_90a
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo test test-gpu test-ranks memcheck lint kernels bench bench-comm bench-signal bench-soak bench-attention \
-	bench-products bench-decode bench-prefill bench-throughput bench-coldstart bench-cpu results clean
+	bench-products bench-decode bench-prefill bench-throughput bench-drift bench-coldstart bench-cpu results clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -100,13 +100,19 @@ bench-attention:  ## On a machine with a GPU: decode attention beside torch's
 bench-products:  ## On a machine with a GPU: the products of decode steps beside cuBLAS
 	$(PYTHON) -m engine.bench.gemv --record results/product.jsonl
 
-ENGINE_BENCHES := bench-decode bench-prefill bench-throughput bench-coldstart
+ENGINE_BENCHES := bench-decode bench-prefill bench-throughput bench-drift bench-coldstart
 $(ENGINE_BENCHES): MODEL := qwen2.5-7b
 $(ENGINE_BENCHES): TP := 1
 $(ENGINE_BENCHES): MPS :=
 bench-decode: OUTPUT := 129
 bench-throughput: BATCH := 256
 bench-throughput: OUTPUT := 128
+bench-drift: MODEL := qwen2.5-0.5b
+bench-drift: TP := 2
+bench-drift: BATCH := 32
+bench-drift: PROMPT := 128
+bench-drift: OUTPUT := 128
+bench-drift: REQUESTS := 1000
 bench-coldstart: BATCH := 32
 CHECK_CASE     = $(call one-of,DTYPE,bf16 fp8 fp32)$(call one-of,EAGER,1)$(call one-of,TP,1 2 3 4 5 6 7 8)
 # $(call run-engine-bench,NAME): on TP ranks, with the options that all benches of the engine share.
@@ -123,6 +129,9 @@ bench-prefill:  ## On a machine with GPUs: ms to the first token; the variables 
 
 bench-throughput:  ## On a machine with GPUs: REQUESTS= of mixed lengths at once, tok/s; the variables of bench-decode
 	$(call unused,REPEATS LOAD_FORMAT)$(call run-engine-bench,throughput) --output $(OUTPUT) --requests $(REQUESTS)
+
+bench-drift:  ## On a machine with GPUs: REQUESTS= prompts through a full batch, tok/s of each tenth, equal tokens on TP= ranks
+	$(call unused,REPEATS LOAD_FORMAT SHARD_OF)$(call run-engine-bench,drift) --output $(OUTPUT) --requests $(REQUESTS)
 
 bench-coldstart:  ## On a machine with GPUs: seconds from a process to its first token; MODEL= TP= DTYPE= BATCH= PROMPT= LOAD_FORMAT=auto MPS=
 	$(call unused,OUTPUT REQUESTS SHARD_OF EAGER)$(CHECK_CASE)$(call one-of,LOAD_FORMAT,dummy auto)$(MPS) $(PYTHON) -m engine.bench.coldstart --model $(MODEL) --tp $(TP) --dtype $(DTYPE) \

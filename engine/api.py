@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -60,9 +61,9 @@ class Engine:
     """A loaded model. *Collective*: construct, call and close it on every rank alike.
 
     `model` and the keywords are the fields of `EngineSettings`. `sampling`: options for all prompts, over the model's own
-    generation_config.json (which `use_generation_config=False` ignores). `blueprint`: what was made of them. `run_s`: on rank 0,
-    seconds of the last `generate` from its first step to its last answer. `start_s`: seconds of the phases of the start,
-    `blueprint` (with the tokenizer), `comm`, `weights` and `graphs`.
+    generation_config.json (which `use_generation_config=False` ignores). `blueprint`: what was made of them; `replica`: this
+    rank's schedule and step, for benches. `run_s`: on rank 0, seconds of the last `generate` from its first step to its last
+    answer. `start_s`: seconds of the phases of the start, `blueprint` (with the tokenizer), `comm`, `weights` and `graphs`.
     *Raises* `DoorbellError` subclasses that name the cause.
     """
 
@@ -89,11 +90,11 @@ class Engine:
             self.comm.watch.start()
         self._speculation = None if self._frontend is None else build_speculation(blueprint, self._frontend.num_ids)
         num_ids = None if self._frontend is None else self._frontend.num_ids
-        self._replica = build_replica(blueprint, world, self.comm, num_ids=num_ids, phases=phases)
+        self.replica = build_replica(blueprint, world, self.comm, num_ids=num_ids, phases=phases)
         self.start_s: dict[str, float] = phases.seconds
         self._leader: Leader | None = None
         if self._frontend is not None:
-            limits = self._replica.scheduler.limits
+            limits = self.replica.scheduler.limits
             self._leader = Leader(self._frontend.text, limits.max_model_len, self._frontend.num_ids, self._speculation)
         self.stats = RunStats()
         self.run_s = 0.0
@@ -106,15 +107,20 @@ class Engine:
     @property
     def backend(self) -> str:
         """What decode steps run on: `graph` or `eager`."""
-        return "eager" if self._replica.burst_backend is None else "graph"
+        return "eager" if self.replica.burst_backend is None else "graph"
 
     def generate(
-        self, prompts: Sequence[Prompt], params: Params | Sequence[Params] | None = None, seed: int | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: Params | Sequence[Params] | None = None,
+        seed: int | None = None,
+        on_done: Callable[[int], None] | None = None,
     ) -> list[Result]:
         """Answers in the order of `prompts`.
 
         A prompt is raw text, token ids, or chat messages. `params`: one for all, or one a prompt; a mapping holds options by
-        the names a JSONL row uses, over the engine's defaults. `seed` is for prompts without one of their own.
+        the names a JSONL row uses, over the engine's defaults. `seed` is for prompts without one of their own. `on_done(index)`
+        is called on rank 0 as soon as the answer to prompt number `index` is whole.
         *Collective*. *Raises* `UsageError` before anything is generated if any prompt or option cannot be used.
         """
         requests: list[Request] = []
@@ -128,15 +134,21 @@ class Engine:
         if refusal is not None:
             raise UsageError(refusal)
         results: dict[int, list[Completion]] = {}
+
+        def note(index: int, completions: list[Completion]) -> None:
+            results[index] = completions
+            if on_done is not None:
+                on_done(index)
+
         for index, request in enumerate(requests):
-            request.on_done = lambda completions, index=index: results.__setitem__(index, completions)
+            request.on_done = partial(note, index)
         if self._leader is None:
-            code = follow(self._replica)
+            code = follow(self.replica)
             if code != EXIT_OK:
                 raise DoorbellError(f"rank 0 ended the run with exit code {code}")
             return pickle.loads(bytes.fromhex(self.comm.broadcast_object()))
         started = time.perf_counter()
-        lead(self._replica, self._leader, ListSource(requests), self.stats, look_ahead=max(1, len(requests)))
+        lead(self.replica, self._leader, ListSource(requests), self.stats, look_ahead=max(1, len(requests)))
         self.run_s = time.perf_counter() - started
         answers = [Result(tuple(request.prompt_ids), tuple(results[i])) for i, request in enumerate(requests)]
         if self.comm.size > 1:
@@ -158,7 +170,7 @@ class Engine:
     def _requests(self, prompts: Sequence[Prompt], params: Params | Sequence[Params] | None, seed: int) -> list[Request]:
         if isinstance(prompts, str):
             raise UsageError("prompts must be a list of prompts; wrap a single prompt in a list")
-        limits = self._replica.scheduler.limits
+        limits = self.replica.scheduler.limits
         preparer = self._frontend.preparer(limits.max_model_len, seed, is_chat=False)
         requests = []
         for index, (prompt, own) in enumerate(zip(prompts, self._each(params, len(prompts)))):

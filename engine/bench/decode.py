@@ -10,12 +10,14 @@ for TP above 1. `--shard-of N` measures one rank of N without its peers.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from engine.api import Engine
+from engine.bench.host_syncs import count_host_copies, count_host_syncs
 from engine.bench.load import (
     MAX_BATCH,
     VLLM,
@@ -47,10 +49,13 @@ VLLM_TPOT_MS = {
 
 @dataclass(frozen=True)
 class Timing:
-    """`tpot_ms` of a step; `num_waits` of the host for the device in the steps of a run after the first, None if unknown."""
+    """`tpot_ms` of a step. In the steps of a run after the first: `num_waits` of the engine for the device, `num_syncs` of the
+    host inside torch, `num_copies` from the device to the host; None where not known."""
 
     tpot_ms: float
     num_waits: int | None
+    num_syncs: int | None = None
+    num_copies: int | None = None
 
 
 def time_decode(engine: Engine, case: Case, repeats: int) -> Timing:
@@ -65,7 +70,13 @@ def time_decode(engine: Engine, case: Case, repeats: int) -> Timing:
                 times.append(engine.run_s)
     first, whole = (statistics.median(times) for times in seconds.values())
     num_waits = None if waits[case.output] is None else waits[case.output] - waits[1]
-    return Timing(1e3 * (whole - first) / (case.output - 1), num_waits)
+
+    def count_beyond_prefill(count: Callable[[Callable[[], object]], int | None]) -> int | None:
+        least, most = (count(lambda n=n: run_once(engine, prompts, [n] * case.batch)) for n in (1, case.output))
+        return None if least is None or most is None else most - least
+
+    num_syncs, num_copies = count_beyond_prefill(count_host_syncs), count_beyond_prefill(count_host_copies)
+    return Timing(1e3 * (whole - first) / (case.output - 1), num_waits, num_syncs, num_copies)
 
 
 def make_record(case: Case, timing: Timing, reads: Reads, num_layers: int, backend: str, comm: str) -> Record:
@@ -77,8 +88,10 @@ def make_record(case: Case, timing: Timing, reads: Reads, num_layers: int, backe
         "hbm_tb_s": reads.total / tpot_s / 1e12,
         "layer_residual_us": 1e6 * (tpot_s - reads.weight_bytes / (READ_TB_S * 1e12)) / num_layers,
     }
-    if timing.num_waits is not None:
-        metrics["host_syncs_per_token"] = timing.num_waits / (case.output - 1)
+    counts = {"host_syncs": timing.num_waits, "torch_syncs": timing.num_syncs, "host_copies": timing.num_copies}
+    for name, number in counts.items():
+        if number is not None:
+            metrics[f"{name}_per_token"] = number / (case.output - 1)
     peer: dict[str, object] = {}
     tpot_ms = VLLM_TPOT_MS.get((case.model, case.tp, case.dtype, case.batch), {}).get(case.prompt)
     if tpot_ms is not None and has_peer(case, comm):
@@ -91,7 +104,8 @@ def describe(record: Record, reads: Reads) -> list[str]:
     """What a person wants to know of it."""
     case, metrics, ceiling = record.case, record.metrics, record.ceiling
     peer = f"; {record.peer['name']}: {record.peer['tpot_ms']} ms" if record.peer else ""
-    waits = metrics.get("host_syncs_per_token")
+    names = ("host_syncs_per_token", "torch_syncs_per_token", "host_copies_per_token")
+    waits, syncs, copies = (f"{metrics[name]:.3f}" if name in metrics else "not counted" for name in names)
     return [
         describe_case(case),
         f"  TPOT      {metrics['tpot_ms']:.3f} ms, floor {ceiling['tpot_ms']:.3f} at {DATASHEET_TB_S} TB/s{peer}",
@@ -99,7 +113,7 @@ def describe(record: Record, reads: Reads) -> list[str]:
         f"  HBM       {metrics['hbm_tb_s']:.2f} TB/s, {100 * metrics['hbm_tb_s'] / DATASHEET_TB_S:.0f} % of {DATASHEET_TB_S}: "
         f"{reads.weight_bytes / 1e9:.2f} GB of weights and {reads.kv_bytes / 1e9:.3f} GB of keys and values a step and GPU",
         f"  residual  {metrics['layer_residual_us']:.2f} us a layer beyond the weights at {READ_TB_S} TB/s",
-        f"  waits     {'not counted' if waits is None else f'{waits:.3f} of the host a step'}",
+        f"  waits     of the host a step: {waits}; inside torch: {syncs}; copies to the host a step: {copies}",
     ]
 
 

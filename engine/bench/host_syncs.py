@@ -1,4 +1,4 @@
-"""How often the host waits for the GPU inside torch's own calls: copies from the device, `.item()`, and the like."""
+"""How often the host waits for the GPU inside torch's own calls (`.item()` and the like), and how often the GPU copies to it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+_COPY = "Memcpy DtoH"  # how the profiler names a copy from the device to the host, by whatever call, also in a graph
 _TEXT = "called a synchronizing CUDA operation"  # torch warns with these words, once a call, in its debug mode
 
 
@@ -27,3 +28,21 @@ def count_host_syncs(body: Callable[[], object]) -> int | None:
         finally:
             torch.cuda.set_sync_debug_mode(before)
     return sum(_TEXT in str(warning.message) for warning in caught)
+
+
+def count_host_copies(body: Callable[[], object]) -> int | None:
+    """Run `body` under torch's profiler and count the copies from the GPU to the host. None if CUDA is not in use, or where the
+    profiler does not see copies, which is tried on one of its own.
+
+    What kernels write to the host's memory themselves is no copy. Slow: never time `body` here.
+    """
+    if not torch.cuda.is_initialized():
+        body()
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        torch.ones(1, device="cuda").cpu()
+        body()
+        torch.cuda.synchronize()
+    num_copies = sum(event.name.startswith(_COPY) for event in profiler.events())
+    return num_copies - 1 if num_copies else None

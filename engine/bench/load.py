@@ -61,8 +61,15 @@ def make_prompts(case: Case, vocab: int, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(vocab) for _ in range(case.prompt)] for _ in range(case.batch)]
 
 
-def run_once(engine: Engine, prompts: Sequence[list[int]], num_tokens: Sequence[int], stats: RunStats | None = None) -> Run:
+def run_once(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    num_tokens: Sequence[int],
+    stats: RunStats | None = None,
+    on_done: Callable[[int], None] | None = None,
+) -> Run:
     """Answer `prompts`, greedily, with exactly `num_tokens[i]` tokens each. `stats`: the counters to use instead of fresh ones.
+    `on_done`: as `Engine.generate` takes it.
 
     *Collective*. *Raises* SystemExit if the engine gave other numbers of tokens.
     """
@@ -70,7 +77,7 @@ def run_once(engine: Engine, prompts: Sequence[list[int]], num_tokens: Sequence[
     fixed = {"ignore_eos": True, "temperature": 0, "repetition_penalty": 1.0}
     params = [{"max_tokens": count, **fixed} for count in num_tokens]
     started = time.perf_counter()
-    results = engine.generate(prompts, params)
+    results = engine.generate(prompts, params, on_done=on_done)
     seconds = time.perf_counter() - started
     found = [len(result.completions[0].token_ids) for result in results]
     if len(found) != len(params):

@@ -51,6 +51,7 @@ def plan_for(num_gpus: int) -> list[Bench]:
             Bench("bench-comm", 120, (tp,)),
             Bench("bench-signal", 60),
             Bench("bench-soak", 60, (tp, "MPS=")),
+            Bench("bench-drift", 60, (tp,)),
         ]
     return benches
 

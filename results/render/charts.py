@@ -145,7 +145,7 @@ def drift_charts(records: Sequence[Record]) -> list[LineChart]:
 
 CHARTS = {
     "all_reduce": all_reduce_charts, "decode": tpot_charts, "stages": stage_charts, "soak": drift_charts,
-    "throughput": drift_charts,
+    "throughput": drift_charts, "drift": drift_charts,
 }  # fmt: skip
 
 

@@ -24,6 +24,10 @@ LAYOUTS = {
     "decode": Layout("Decode", "Random weights of a public shape, the whole engine. TPOT excludes prefill.", split=("model",)),
     "prefill": Layout("Prefill", "Time to the first token, and prompt tokens a second.", like={"ttft_p90_ms": "ttft_ms"}),
     "throughput": Layout("Throughput", "Many requests of mixed lengths, all there at the start."),
+    "drift": Layout(
+        "Long run", "Prompts through a full batch; tenths of equal work. Mismatches: ranks chose other tokens at some step.",
+        work=("steps_compared",),
+    ),
     "speculate": Layout("Speculation", "Speedup over plain decode of the same rows."),
     "coldstart": Layout("Cold start", "From the start of the process to the first token.", whole="first_token_s"),
     "stages": Layout("Stages of a step", "Each stage beside its share of the wall time.", whole="wall_us"),
@@ -38,6 +42,11 @@ LAYOUTS = {
     "put_signal": Layout("Put-with-signal", "One hop between two GPUs; the ceiling is the bare link, one word there."),
     "soak": Layout("Soak", "All-reduces with changing data and sizes, every one checked on the device.", work=("calls",)),
     "product": Layout("Products of a decode step", "Each kind alone, weights from HBM.", split=("model",)),
+    "fp8_error": Layout(
+        "FP8 weights",
+        "Errors in percent of what the model computes in fp32: of a kind's products, and of the logits when it alone is in FP8.\n"
+        "Beside them the whole model in bf16.",
+    ),
     "decode_attention": Layout("Decode attention", "One layer's share of a step."),
     "cpu": Layout("CPU", "Against transformers in one process; only the ratios hold on another day."),
 }  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from engine.bench.decode import Timing, describe, main, make_record, time_decode
+from engine.bench.host_syncs import count_host_copies
 from engine.bench.load import VLLM, Case, make_prompts, open_engine, run_once
 from engine.bench.roof import Reads
 from engine.loading import draw_blueprint
@@ -42,11 +43,11 @@ def test_a_row_too_few_or_too_short_fails_loudly(monkeypatch):
     with open_engine(case(), "tiny", "cpu") as engine:
         prompts = make_prompts(case(), 300)
         whole = engine.generate
-        monkeypatch.setattr(engine, "generate", lambda *args: whole(*args)[:2])
+        monkeypatch.setattr(engine, "generate", lambda *args, **more: whole(*args, **more)[:2])
         with pytest.raises(SystemExit, match="3 rows were asked for, and the engine gave 2"):
             run_once(engine, prompts, [4, 4, 4])
         short = [{"max_tokens": count, "ignore_eos": True} for count in (4, 2, 4)]
-        monkeypatch.setattr(engine, "generate", lambda prompts, params: whole(prompts, short))
+        monkeypatch.setattr(engine, "generate", lambda prompts, params, on_done: whole(prompts, short))
         with pytest.raises(SystemExit, match="row 1 was to have 4 tokens, and the engine gave 2"):
             run_once(engine, prompts, [4, 4, 4])
 
@@ -88,7 +89,8 @@ def test_record(tmp_path, monkeypatch):
     assert found.ceiling == pytest.approx({"tpot_ms": 3.0, "decode_tok_s": 333.333, "hbm_tb_s": 4.8}, rel=1e-5)
     assert found.peer == {"name": VLLM, "tpot_ms": 4.71, "decode_tok_s": 212.3}
     lines = "\n".join(describe(found, Reads(14_000_000_000, 400_000_000)))
-    wanted = ("TPOT      4.000 ms, floor 3.000", "4.71 ms", "250.0 tok/s of 333.3", "3.60 TB/s, 75 % of 4.8", "0.000 of the host")
+    wanted = ("TPOT      4.000 ms, floor 3.000", "4.71 ms", "250.0 tok/s of 333.3", "3.60 TB/s, 75 % of 4.8",
+              "of the host a step: 0.000; inside torch: not counted")  # fmt: skip
     assert all(words in lines for words in wanted)
     monkeypatch.setattr("sys.argv", ["x", "--model", "qwen2.5-7b"])
     found.append_to(tmp_path / "decode.jsonl", "1 x H200", "engine.bench.decode")
@@ -99,6 +101,37 @@ def test_waits_that_are_not_counted_are_not_recorded():
     found = make_record(case(batch=2), Timing(4.0, None), Reads(1, 1), 28, "eager", "none")
     assert "host_syncs_per_token" not in found.metrics and "not counted" in "\n".join(describe(found, Reads(1, 1)))
     assert make_record(case(batch=2), Timing(4.0, 6), Reads(1, 1), 28, "eager", "none").metrics["host_syncs_per_token"] == 2.0
+    counted = make_record(case(batch=2), Timing(4.0, 0, 3, 9), Reads(1, 1), 28, "eager", "none")
+    assert (counted.metrics["torch_syncs_per_token"], counted.metrics["host_copies_per_token"]) == (1.0, 3.0)
+    assert "inside torch: 1.000; copies to the host a step: 3.000" in "\n".join(describe(counted, Reads(1, 1)))
+
+
+def test_copies_are_counted_by_the_profilers_names(monkeypatch):
+    """With a stand-in for the profiler, which needs a GPU to see any copy."""
+    names = ["Memcpy DtoH (Device -> Pageable)", "Memcpy HtoD (Pinned -> Device)", "copy_", "Memcpy DtoH (Device -> Pinned)"]
+    done = []
+    assert count_host_copies(lambda: done.append(1)) is None and done == [1]
+
+    class Profiler:
+        def __init__(self, activities):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc_info):
+            pass
+
+        def events(self):
+            return [type("Event", (), {"name": name}) for name in names]
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: torch.zeros(*shape))
+    monkeypatch.setattr(torch.profiler, "profile", Profiler)
+    assert count_host_copies(lambda: done.append(2)) == 1 and done == [1, 2], "its own copy does not count"
+    names.clear()
+    assert count_host_copies(lambda: None) is None, "a profiler that sees nothing"
 
 
 @pytest.mark.parametrize("changes, comm", [({"ranks_per_gpu": 4}, "ipc"), ({}, "loopback"), ({"prompt": 100}, "none")])

@@ -33,7 +33,7 @@ def test_a_run_on_a_cpu():
     with open_engine(wanted, "tiny", "cpu") as engine:
         seen = []
         generate = engine.generate
-        engine.generate = lambda prompts, params: seen.append((prompts, params)) or generate(prompts, params)
+        engine.generate = lambda prompts, params, **more: seen.append((prompts, params)) or generate(prompts, params, **more)
         timing = time_prefill(engine, wanted, repeats=4)
         assert (engine.stats.prefill_tokens, engine.stats.decode_tokens) == (15, 0)
     assert len(timing.ttft_ms) == 4 and min(timing.ttft_ms) > 0 and timing.num_syncs is None

@@ -30,7 +30,9 @@ def answer_on_rank(rank: int, size: int, folder: str, comm: str, prompts: list, 
 
     with Engine(folder, comm="auto" if size == 1 else comm, kv_memory_bytes=1 << 26) as engine:
         assert engine.comm.name == comm
-        results = engine.generate(prompts, options, seed=5)
+        ended: list[int] = []
+        results = engine.generate(prompts, options, seed=5, on_done=ended.append)
+        assert sorted(ended) == ([] if rank else [*range(len(prompts))])
     answers = []
     for result in results:
         done = result.completions[0]

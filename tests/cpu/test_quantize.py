@@ -10,13 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import engine.weights
-from comm.single import SingleCommunicator
 from engine.checkpoint import Checkpoint
 from engine.config import load_config
-from engine.eager import EagerStep
-from engine.kv_cache import KvCache
 from engine.shard_plan import ShardPlan
-from engine.step_batch import RowSpan, StepBatch
 from engine.text import Text
 from engine.weights import MATRICES, load_weights, shard_bytes
 from kernels import quantize as module
@@ -170,32 +166,3 @@ def test_perplexity_of_a_real_model(chunks):
     plain, found = perplexity("float32"), perplexity("fp8")
     print(f"perplexity over {4 * 511} tokens: fp32 {plain:.4f}, fp8 {found:.4f}, {100 * (found / plain - 1):+.2f} %")
     assert found != plain and abs(found / plain - 1) < 0.01
-
-
-@pytest.mark.model
-@pytest.mark.slow
-@torch.inference_mode()
-def test_error_of_the_logits_by_kind_of_matrix(chunks):
-    """Relative error of all logits when one kind alone is quantised, and when all are: no kind spoils the rest."""
-    config = load_config(MODEL)
-    plan = ShardPlan.make(config, 1, 0)
-    ids = torch.tensor(chunks[0][:128])
-
-    def logits(*quantised: str) -> torch.Tensor:
-        weights = load_weights(Checkpoint.open(MODEL, config), plan, torch.float32, CPU)
-        for layer in weights.layers:
-            for name in quantised:
-                setattr(layer, name, quantize(getattr(layer, name)))
-        kv = KvCache.allocate(config.num_layers, 8, 16, plan.local_kv_heads, config.head_dim, torch.float32, CPU)
-        positions = torch.arange(128)
-        batch = StepBatch(ids, positions, positions, positions, (RowSpan(0, 128, 0, tuple(range(8))),))
-        return EagerStep(config, plan, weights, SingleCommunicator(), kv).run(batch)
-
-    plain = logits()
-    centred = plain - plain.mean(-1, keepdim=True)
-    errors = {}
-    for kinds in (*((name,) for name in MATRICES), MATRICES):
-        moved = logits(*kinds) - plain
-        errors["+".join(kinds)] = float((moved - moved.mean(-1, keepdim=True)).norm() / centred.norm())
-    print({name: f"{100 * error:.2f} %" for name, error in errors.items()})
-    assert all(0 < error < 0.1 for error in errors.values()), errors

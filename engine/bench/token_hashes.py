@@ -1,0 +1,89 @@
+"""A hash of every step's tokens on every rank, and their comparison: that ranks agree is checked, not assumed.
+
+Rank 0's messages hold what rank 0 chose or read, so comparing messages says nothing of what the other ranks' devices chose in the
+steps of bursts. Here each rank reads the ring of its own device and hashes what it finds, with the messages so far. In all other
+steps rank 0 alone chooses, and its messages are all there is.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+
+import torch
+
+from comm.communicator import Communicator
+from engine.graph.burst import NUM_STEPS_BEHIND, Burst
+from engine.graph.row_state import RowState
+from engine.replica import Replica
+from engine.sequence import Sequence
+
+
+class TokenHashes:
+    """A `BurstBackend` that passes every call on to that of `replica`, in whose place it puts itself.
+
+    `hashes`: a running CRC-32 a step, of the tokens of its rows on this rank's device, and of the messages. A step is read when
+    others are launched, two steps late, so the device is not waited for in steady decode. All ranks or none have one.
+    """
+
+    def __init__(self, replica: Replica):
+        backend = replica.burst_backend
+        self._replica, self._backend = replica, backend
+        self._state: RowState = backend.state
+        self.max_rows, self.description = backend.max_rows, backend.description
+        self.hashes = array("Q")
+        self._burst: Burst | None = None
+        self._num_hashed = 0  # steps of the burst
+        replica.burst_backend = self
+
+    def begin(self, sequences: list[Sequence]) -> Burst:
+        self.finish()
+        self._burst, self._num_hashed = self._backend.begin(sequences), 0
+        return self._burst
+
+    def launch(self, burst: Burst, num_steps: int) -> None:
+        self._hash_up_to(burst.num_launched - NUM_STEPS_BEHIND)
+        self._backend.launch(burst, num_steps)
+
+    def read(self, burst: Burst) -> list[int]:
+        return self._backend.read(burst)
+
+    def finish(self) -> None:
+        """Hash what has been launched; waits for it."""
+        if self._burst is not None:
+            self._hash_up_to(self._burst.num_launched)
+
+    def first_stray(self) -> tuple[int, list[int]] | None:
+        """On rank 0: the first step of which ranks hold another hash than rank 0, and these ranks; None if there is none.
+        *Collective*; None on the other ranks.
+
+        *Raises* RuntimeError on rank 0 when ranks have taken other numbers of steps.
+        """
+        self.finish()
+        comm = self._replica.comm
+        counts = _gather(comm, [len(self.hashes)])
+        if counts is not None and len(set(counts.flatten().tolist())) > 1:
+            raise RuntimeError(f"the ranks took {counts.flatten().tolist()} steps")
+        gathered = _gather(comm, self.hashes)
+        if gathered is None:
+            return None
+        strayed = gathered != gathered[0]
+        if not strayed.any():
+            return None
+        step = int(strayed.any(0).nonzero()[0])
+        return step, strayed[:, step].nonzero().flatten().tolist()
+
+    def _hash_up_to(self, num_steps: int) -> None:
+        burst = self._burst
+        while self._num_hashed < num_steps:
+            step = burst.first_step + self._num_hashed
+            ids = self._state.ring.read(step, len(burst.sequences), self._state.check)
+            last = self.hashes[-1] if self.hashes else 0
+            self.hashes.append(zlib.crc32(array("q", [self._replica.digest, *ids]).tobytes(), last))
+            self._num_hashed += 1
+
+
+def _gather(comm: Communicator, values: list[int] | array) -> torch.Tensor | None:
+    """fp64 `[size, len(values)]` on rank 0, which holds 32 bits exactly; None elsewhere. *Collective*, equal lengths."""
+    gathered = comm.gather(torch.tensor(values, dtype=torch.float64))
+    return None if gathered is None else gathered.view(comm.size, -1)
