@@ -18,7 +18,7 @@ def obstacle_to_graphs(settings: EngineSettings, device: torch.device, comm: Com
     if device.type != "cuda":
         return "on a CPU"
     if settings.is_eager:
-        return "without --graphs"
+        return "as --eager asks"
     if settings.is_ngram or settings.draft_model is not None:
         return "drafts are made between the steps"
     return "" if comm.is_capturable else f"the all-reduce {comm.name} cannot be captured"

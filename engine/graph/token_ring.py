@@ -93,5 +93,5 @@ def _seen_by(device: torch.device, host: torch.Tensor) -> torch.Tensor:
         return host
     view = torch.as_tensor(_DeviceView(host), device=device)
     if view.data_ptr() != host.data_ptr():
-        raise DoorbellError("torch copied the token ring instead of mapping it; run without --graphs")
+        raise DoorbellError("torch copied the token ring instead of mapping it; run with --eager")
     return view

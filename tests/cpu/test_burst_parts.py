@@ -128,9 +128,9 @@ def test_buckets_cover_every_batch():
 
 
 def test_who_gets_graphs():
-    cuda, settings = torch.device("cuda", 0), EngineSettings("model", is_eager=False)
+    cuda, settings = torch.device("cuda", 0), EngineSettings("model")
     assert obstacle_to_graphs(settings, cuda, SingleCommunicator()) == ""
     assert obstacle_to_graphs(settings, CPU, SingleCommunicator()) == "on a CPU"
-    assert obstacle_to_graphs(EngineSettings("model"), cuda, SingleCommunicator()) == "without --graphs"
-    assert "drafts" in obstacle_to_graphs(EngineSettings("model", is_ngram=True, is_eager=False), cuda, SingleCommunicator())
+    assert obstacle_to_graphs(EngineSettings("model", is_eager=True), cuda, SingleCommunicator()) == "as --eager asks"
+    assert "drafts" in obstacle_to_graphs(EngineSettings("model", is_ngram=True), cuda, SingleCommunicator())
     assert "threads cannot be captured" in obstacle_to_graphs(settings, cuda, ThreadCommunicator(ThreadGroup(2), 0))
