@@ -25,7 +25,7 @@ class EngineSettings:
     `None` in `max_model_len` means the model's own limit. `is_ngram` or `draft_model` (a folder or shape, like `model`) switch
     speculation on, with at most `num_drafts` guessed tokens a row and step (None: 4); `draft_kv_memory_bytes`: KV cache of the
     draft model, on rank 0. `is_eager`: no graphs and no bursts on a GPU; a CPU has none anyway. True
-    until the graphs have passed all their tests on GPUs.
+    until the graphs have passed all their tests on GPUs. `is_profiled`: steps are timed stage by stage (`engine.profile`).
     """
 
     model: str
@@ -48,3 +48,4 @@ class EngineSettings:
     num_drafts: int | None = None
     draft_kv_memory_bytes: int | None = None
     is_eager: bool = True
+    is_profiled: bool = False

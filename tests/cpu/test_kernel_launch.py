@@ -77,7 +77,7 @@ class RecordingDriver:
 @pytest.fixture
 def driver(monkeypatch):
     recording = RecordingDriver()
-    monkeypatch.setattr(launch_kernel, "_driver", lambda: recording)
+    monkeypatch.setattr(launch_kernel, "open_driver", lambda: recording)
     return recording
 
 

@@ -1,0 +1,44 @@
+"""How often the host waits for the GPU inside torch's own calls: copies from the device, `.item()`, and the like."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+_TEXT = "called a synchronizing CUDA operation"  # torch warns with these words, once a call, in its debug mode
+
+
+class HostSyncCount:
+    """Counts the waits of this process from now until `stop`, in torch's synchronisation debug mode.
+
+    Waits on memory that a kernel writes, and on events, are not torch's and not counted. What waits gets slower meanwhile: its
+    times are not to be used.
+    """
+
+    def __init__(self) -> None:
+        self._before = torch.cuda.get_sync_debug_mode()
+        self._catcher = warnings.catch_warnings(record=True)
+        self._caught = self._catcher.__enter__()
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def stop(self) -> int:
+        """The waits. Puts the mode and the warnings back as they were."""
+        torch.cuda.set_sync_debug_mode(self._before)
+        self._catcher.__exit__(None, None, None)
+        return sum(_TEXT in str(warning.message) for warning in self._caught)
+
+
+def count_host_syncs(body: Callable[[], object]) -> int | None:
+    """Run `body` and count its waits. None if CUDA is not in use. Never time `body` here."""
+    if not torch.cuda.is_initialized():
+        body()
+        return None
+    count = HostSyncCount()
+    try:
+        body()
+    finally:
+        num_syncs = count.stop()
+    return num_syncs
