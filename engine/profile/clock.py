@@ -1,6 +1,6 @@
 """Points in time on a device, and what lies between two of them.
 
-A stamp on a GPU is a CUDA event of the current stream. Within a graph capture it becomes a node of the graph (that is what
+A stamp on a GPU is a CUDA event of its current stream. Within a graph capture it becomes a node of the graph (that is what
 `external` asks for) and gets a new time at every replay; outside it is recorded at once.
 """
 
@@ -52,13 +52,16 @@ class HostClock:
 
 
 class DeviceClock:
-    """Of the current GPU; about half a microsecond fine."""
+    """Of the GPU `device`; about half a microsecond fine."""
 
     is_device = True
 
+    def __init__(self, device: torch.device):
+        self._device = device
+
     def stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True, external=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def us_between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
@@ -72,4 +75,4 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    return DeviceClock() if device.type == "cuda" else HostClock()
+    return DeviceClock(device) if device.type == "cuda" else HostClock()

@@ -59,8 +59,10 @@ class Profiler:
         self.clock, self._max_profiled = clock, max_profiled
         self.restart()
 
-    def restart(self) -> None:
-        """Forget all steps. Not within a burst."""
+    def restart(self, is_warm: bool = False) -> None:
+        """Forget all steps. Not within a burst. `is_warm`: nothing starts up any more, so that the first steps are as good as
+        others, and no host syncs are counted, which would slow them down."""
+        self._is_warm = is_warm
         self.steps: list[TimedStep] = []
         self._pending: deque[_Pending] = deque()
         self._num_profiled: Counter[str] = Counter()
@@ -103,7 +105,7 @@ class Profiler:
         work = Work.of(rows)
         if self._begun is None or not self._is_wanted(work.kind):
             return NO_MARKS
-        step = TimedStep(work, is_first=self._num_profiled[work.kind] == 0)
+        step = TimedStep(work, is_first=not self._is_warm and self._num_profiled[work.kind] == 0)
         marks: Marks = NO_MARKS
         if self._turns[work] % 2 == 0:
             self._num_profiled[work.kind] += 1
@@ -137,7 +139,8 @@ class Profiler:
 
     @contextmanager
     def launching(self, num_steps: int) -> Iterator[None]:
-        is_counted = self._burst is not None and self._turns[self._burst.work] == 0 and self.clock.is_device
+        is_new = self._burst is not None and self._turns[self._burst.work] == 0
+        is_counted = is_new and not self._is_warm and self.clock.is_device
         count = HostSyncCount() if is_counted else None
         try:
             yield
@@ -165,7 +168,8 @@ class Profiler:
         self._since_profiled = 1 if marks is not NO_MARKS else self._since_profiled + 1
         if marks is not NO_MARKS:
             self._num_profiled[BURST] += 1
-            step.is_first = burst.work not in self._replayed  # a graph is brought to the GPU at its first replay
+            # A graph is brought to the GPU at its first replay.
+            step.is_first = not self._is_warm and burst.work not in self._replayed
             self._replayed.add(burst.work)
         self._turns[burst.work] += 1
         burst.unread.append(step)

@@ -19,10 +19,11 @@ def table_lines(profile: Profile) -> list[str]:
     """Times in us a step. A layer's column has the mean over the layers and the slowest of them."""
     if not profile.kinds:
         return ["no step was profiled: the run was too short"]
-    return [line for kind in profile.kinds.values() for line in _kind_lines(kind)]
+    return [line for kind in profile.kinds.values() for line in kind_lines(kind)]
 
 
-def _kind_lines(kind: KindProfile) -> list[str]:
+def kind_lines(kind: KindProfile) -> list[str]:
+    """The table of one kind."""
     cold = ", the first, with start-up costs" if kind.is_cold else ""
     lines = [
         f"{TITLES[kind.kind]}: mean of {kind.num_profiled} profiled steps of {kind.num_steps} timed{cold}",

@@ -30,8 +30,8 @@ def rows(count: int, max_tokens: int, **options) -> list:
     ]
 
 
-def answer_in_turn(rank: int, size: int, folder: str) -> list:
-    """(tokens with graphs, tokens of eager steps, host waits with graphs, digest) of each case."""
+def answer_in_turn(rank: int, size: int, folder: str, is_profiled: bool) -> list:
+    """(tokens with graphs, tokens of eager steps, host waits with graphs, digest) of each case. `is_profiled`: the graphs."""
     from comm.choice import connect
     from engine.loading import build_replica, draw_blueprint
     from engine.loop import follow
@@ -47,8 +47,9 @@ def answer_in_turn(rank: int, size: int, folder: str) -> list:
     replicas = []
     for is_eager in (True, False):
         settings = EngineSettings(
-            folder, device="cuda", dtype="float32", is_gpu_sharing=True, kv_memory_bytes=1 << 24, max_batch=9, is_eager=is_eager
-        )
+            folder, device="cuda", dtype="float32", is_gpu_sharing=True, kv_memory_bytes=1 << 24, max_batch=9, is_eager=is_eager,
+            is_profiled=is_profiled and not is_eager,
+        )  # fmt: skip
         replicas.append(build_replica(draw_blueprint(settings, world), world, comm))
     assert replicas[1].burst_backend is not None, replicas[1].why_single
     outcomes = []
@@ -63,6 +64,10 @@ def answer_in_turn(rank: int, size: int, folder: str) -> list:
             runs.append(run)
         outcomes.append((runs[1].token_ids if rank == 0 else [], runs[0].token_ids if rank == 0 else [],
                          runs[1].stats.num_waits, replicas[1].digest))  # fmt: skip
+    if is_profiled:
+        burst = replicas[1].profiler.profile().kinds["burst"]
+        assert burst.stages["all_reduce"] > 0 and sum(burst.stages.values()) == pytest.approx(burst.wall_us, rel=1e-3)
+        assert rank or burst.is_whole
     torch.cuda.synchronize()
     comm.close()
     return outcomes
@@ -74,7 +79,11 @@ def test_tokens_are_those_of_eager_steps(size, tmp_path):
 
     shape = {"vocab_size": VOCAB, "hidden_size": 256, "head_dim": 64, "intermediate_size": 200}
     folder = save_model(make_model("qwen2", **shape), tmp_path)
-    ranks = run_ranks(size, answer_in_turn, str(folder), timeout_s=240)
+    for is_profiled in (False, True) if size == 2 else (False,):
+        check_in_turn(run_ranks(size, answer_in_turn, str(folder), is_profiled, timeout_s=240))
+
+
+def check_in_turn(ranks: list) -> None:
     for case in zip(*ranks):
         tokens, wanted, waits, _ = case[0]
         assert tokens == wanted and waits == 0
