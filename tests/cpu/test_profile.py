@@ -52,10 +52,12 @@ def slow_attention(monkeypatch):
         monkeypatch.setattr(module, name, lambda *args, operator=operator: (time.sleep(0.02), operator(*args)))
 
 
-def rows(count: int = 3, max_tokens: int = 40) -> list:
+def rows(count: int = 3, max_tokens: int = 40, **options) -> list:
     rng = random.Random(count)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))] for _ in range(count)]
-    return [request(prompt, idx, max_tokens=max_tokens, temperature=float(idx % 2)) for idx, prompt in enumerate(prompts)]
+    return [
+        request(prompt, idx, max_tokens=max_tokens, temperature=float(idx % 2), **options) for idx, prompt in enumerate(prompts)
+    ]
 
 
 def answer_profiled(model, items, size=1, with_bursts=False, **settings):
@@ -78,6 +80,17 @@ def test_tokens_are_the_same_with_and_without(model, size, with_bursts):
     kinds = [[(step.work, bool(step.spans)) for step in profiler.profile().steps] for profiler in profilers.values()]
     assert len(kinds) == size and all(ranks == kinds[0] for ranks in kinds), "all ranks profile the same steps"
     assert {work.kind for work, _ in kinds[0]} == {PREFILL, BURST if with_bursts else DECODE}
+
+
+def test_tokens_are_the_same_with_rules_and_with_drafts(model):
+    ruled = {"top_k": 20, "repetition_penalty": 1.1}
+    plain, (run, profilers) = answer(model, rows(**ruled)), answer_profiled(model, rows(**ruled), with_bursts=True)
+    assert run.answers == plain.answers
+    assert {step.work.is_filtered for step in profilers[0].profile().steps if step.work.kind == BURST} == {True}
+    repeating = lambda: [request([5, 6, 7, 8] * 5, idx, max_tokens=40) for idx in range(2)]  # noqa: E731
+    plain, (run, profilers) = answer(model, repeating()), answer_profiled(model, repeating(), is_ngram=True)
+    assert run.token_ids == plain.token_ids and run.drafts.num_proposed > 0
+    assert any(step.work.num_tokens > step.work.num_rows for step in profilers[0].profile().steps if step.work.kind == DECODE)
 
 
 @pytest.mark.parametrize("with_bursts", (False, True))
