@@ -40,7 +40,7 @@ ARCH     ?= sm_90a
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo test test-gpu test-ranks memcheck lint kernels bench bench-comm bench-signal bench-soak bench-attention \
-	bench-products bench-decode bench-prefill bench-throughput bench-drift bench-coldstart bench-cpu results clean
+	bench-products bench-decode bench-prefill bench-stages bench-throughput bench-drift bench-coldstart bench-cpu results clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -100,11 +100,11 @@ bench-attention:  ## On a machine with a GPU: decode attention beside torch's
 bench-products:  ## On a machine with a GPU: the products of decode steps beside cuBLAS
 	$(PYTHON) -m engine.bench.gemv --record results/product.jsonl
 
-ENGINE_BENCHES := bench-decode bench-prefill bench-throughput bench-drift bench-coldstart
+ENGINE_BENCHES := bench-decode bench-prefill bench-stages bench-throughput bench-drift bench-coldstart
 $(ENGINE_BENCHES): MODEL := qwen2.5-7b
 $(ENGINE_BENCHES): TP := 1
 $(ENGINE_BENCHES): MPS :=
-bench-decode: OUTPUT := 129
+bench-decode bench-stages: OUTPUT := 129
 bench-throughput: BATCH := 256
 bench-throughput: OUTPUT := 128
 bench-drift: MODEL := qwen2.5-0.5b
@@ -126,6 +126,9 @@ bench-decode:  ## On a machine with GPUs: ms a token; MODEL= TP= DTYPE= BATCH= P
 
 bench-prefill:  ## On a machine with GPUs: ms to the first token; the variables of bench-decode but OUTPUT=
 	$(call unused,OUTPUT REQUESTS LOAD_FORMAT)$(call run-engine-bench,prefill) $(REPEATS_OPTION)
+
+bench-stages:  ## On a machine with GPUs: where a decode step's and a prefill's time goes, by stages; the variables of bench-decode
+	$(call unused,REQUESTS LOAD_FORMAT)$(call run-engine-bench,stages) --output $(OUTPUT) $(REPEATS_OPTION)
 
 bench-throughput:  ## On a machine with GPUs: REQUESTS= of mixed lengths at once, tok/s; the variables of bench-decode
 	$(call unused,REPEATS LOAD_FORMAT)$(call run-engine-bench,throughput) --output $(OUTPUT) --requests $(REQUESTS)

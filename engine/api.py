@@ -30,6 +30,7 @@ from engine.loop import ListSource, RunStats, follow, lead
 from engine.options import check_params, parse_options
 from engine.phases import Phases
 from engine.prepare import fresh_seed
+from engine.profile.profiler import Profiler
 from engine.refused import Refused
 from engine.request import Request
 from engine.rows import Row
@@ -103,6 +104,12 @@ class Engine:
     def draft_stats(self) -> DraftStats | None:
         """How speculation has gone so far; on rank 0, None without it."""
         return None if self._speculation is None else self._speculation.stats
+
+    @property
+    def profiler(self) -> Profiler | None:
+        """This rank's, with `is_profiled`; its `profile()` says where the time of the steps so far went."""
+        profiler = self.replica.profiler
+        return profiler if isinstance(profiler, Profiler) else None
 
     @property
     def backend(self) -> str:

@@ -67,6 +67,7 @@ class CommandOptions:
     allow_failed_rows: bool
     is_stream: bool | None
     quiet: bool
+    profile_path: str | None
 
     @property
     def is_single_prompt(self) -> bool:
@@ -93,6 +94,7 @@ class CommandOptions:
             num_drafts=self.num_drafts,
             draft_kv_memory_bytes=self.draft_kv_memory,
             is_eager=not self.graphs,
+            is_profiled=self.profile_path is not None,
         )
 
     def sampling_options(self) -> dict[str, object]:

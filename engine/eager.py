@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from comm.communicator import Communicator
 from engine.config import ModelConfig
 from engine.kv_cache import KvCache
+from engine.profile.marks import NO_MARKS, Marks
 from engine.rope import inverse_frequencies
 from engine.shard_plan import ShardPlan
 from engine.step_batch import StepBatch
@@ -50,19 +51,25 @@ class EagerStep:
         self._inv_freq = inverse_frequencies(config.rope, config.head_dim).to(self.device)
 
     @torch.inference_mode()
-    def run(self, batch: StepBatch) -> torch.Tensor:
+    def run(self, batch: StepBatch, marks: Marks = NO_MARKS) -> torch.Tensor:
         """Logits of the tokens in `batch.logit_idx`: fp32 `[num_logits, local_vocab]`, padded vocabulary rows at -inf.
 
         *Collective*: every rank calls it with the same batch. Keys and values of all tokens are in the cache
         afterwards. Rank order makes the gathered logits whole: rank r's column i is vocabulary id `r *
-        local_vocab + i`.
+        local_vocab + i`. `marks`: is told of the end of each stage.
         """
+        eps = self.config.rms_norm_eps
         step = self._plan_step(batch)
-        x = self._embed(batch.token_ids)
+        marks.end("rest")
+        x = self._embed(batch.token_ids, marks)
         for layer_idx, layer in enumerate(self.weights.layers):
-            x += self._attention(layer_idx, layer, step, rms_norm(x, layer.input_norm, self.config.rms_norm_eps))
-            x += self._mlp(layer, rms_norm(x, layer.mlp_norm, self.config.rms_norm_eps))
-        return self._logits(x[batch.logit_idx])
+            normed = rms_norm(x, layer.input_norm, eps)
+            marks.end("rest", layer_idx)
+            x += self._attention(layer_idx, layer, step, normed, marks)
+            normed = rms_norm(x, layer.mlp_norm, eps)
+            marks.end("rest", layer_idx)
+            x += self._mlp(layer_idx, layer, normed, marks)
+        return self._logits(x[batch.logit_idx], marks)
 
     def _plan_step(self, batch: StepBatch) -> StepPlan:
         cos, signed_sin = rotary_table(batch.positions, self._inv_freq, self.config.rope.attention_factor, self.dtype)
@@ -77,15 +84,20 @@ class EagerStep:
         )
         return group_rows(rows, dtype, device) if device.type == "cpu" else rows
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def _embed(self, token_ids: torch.Tensor, marks: Marks) -> torch.Tensor:
         """Rows of the vocabulary-parallel embedding: each rank looks up what it holds and zeros the rest."""
         if self.comm.size == 1:
-            return F.embedding(token_ids, self.weights.embedding)
-        return self.comm.all_reduce(embed(token_ids, self.weights.embedding, *self.plan.vocab_range))
+            x = F.embedding(token_ids, self.weights.embedding)
+            marks.end("rest")
+            return x
+        x = embed(token_ids, self.weights.embedding, *self.plan.vocab_range)
+        marks.end("rest")
+        return self._all_reduce(x, None, marks)
 
-    def _attention(self, layer_idx: int, layer: LayerWeights, step: StepPlan, x: torch.Tensor) -> torch.Tensor:
+    def _attention(self, layer_idx: int, layer: LayerWeights, step: StepPlan, x: torch.Tensor, marks: Marks) -> torch.Tensor:
         num_q, num_kv, head_dim = self.plan.local_q_heads, self.plan.local_kv_heads, self.config.head_dim
         qkv = linear(x, layer.qkv, layer.qkv_bias).view(-1, num_q + 2 * num_kv, head_dim)
+        marks.end("qkv", layer_idx)
         qk, v = qkv[:, : num_q + num_kv], qkv[:, num_q + num_kv :]
         if layer.q_norm is not None:
             eps = self.config.rms_norm_eps
@@ -95,14 +107,26 @@ class EagerStep:
         kv_write(keys, values, step.slots, qk[:, num_q:], v)
         heads = torch.empty(x.shape[0], num_q, head_dim, dtype=self.dtype, device=self.device)
         paged_attention(qk[:, :num_q], keys, values, step.rows[self.config.windows[layer_idx]], heads)
-        return self.comm.all_reduce(linear(heads.flatten(1), layer.o, layer.o_bias))
+        marks.end("attention", layer_idx)
+        projected = linear(heads.flatten(1), layer.o, layer.o_bias)
+        marks.end("o_proj", layer_idx)
+        return self._all_reduce(projected, layer_idx, marks)
 
-    def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, layer_idx: int, layer: LayerWeights, x: torch.Tensor, marks: Marks) -> torch.Tensor:
         hidden = silu_mul(linear(x, layer.gate_up, layer.gate_up_bias))
-        return self.comm.all_reduce(linear(hidden, layer.down, layer.down_bias))
+        down = linear(hidden, layer.down, layer.down_bias)
+        marks.end("mlp", layer_idx)
+        return self._all_reduce(down, layer_idx, marks)
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+    def _all_reduce(self, x: torch.Tensor, layer_idx: int | None, marks: Marks) -> torch.Tensor:
+        x = self.comm.all_reduce(x)
+        marks.end("all_reduce", layer_idx)
+        return x
+
+    def _logits(self, x: torch.Tensor, marks: Marks) -> torch.Tensor:
         x = rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps)
+        marks.end("rest")
         logits = linear(x, self.weights.head).float()
         logits[:, self.plan.num_vocab_rows :] = float("-inf")
+        marks.end("head")
         return logits

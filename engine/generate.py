@@ -150,6 +150,8 @@ def option(*names: str, **settings: object):
 @option("--allow-failed-rows", is_flag=True, help="Exit with 0 even if some rows failed; they are in OUTPUT all the same.")
 @option("--stream/--no-stream", "is_stream", default=None, show_default="on a terminal", help="Show a single answer as it grows.")
 @option("--quiet", is_flag=True, help="No summary and no progress on standard error.")
+@option("--profile", "profile_path", metavar="FILE", show_default="off",
+        help="Time steps stage by stage: a table at the end, and rank 0's trace in FILE for ui.perfetto.dev.")
 def command(**values: object) -> CommandOptions:
     """Answer prompts with a Qwen2.5, Llama or Qwen3 model on all ranks of this node.
 

@@ -19,6 +19,9 @@ from engine.kv_cache import KvCache
 from engine.memory import choose_num_pages
 from engine.pages import PagePool
 from engine.phases import Phases
+from engine.profile.clock import clock_of
+from engine.profile.profiler import Profiler
+from engine.profile.step_profiler import NO_PROFILER
 from engine.replica import Replica
 from engine.scheduler import Limits, Scheduler
 from engine.settings import MAX_NUM_DRAFTS, EngineSettings
@@ -196,12 +199,13 @@ def build_replica(
     pool = PagePool(num_pages, settings.page_size, settings.is_prefix_reuse, is_contiguous=is_cpu)
     scheduler = Scheduler(scheduler_limits(blueprint, num_pages), pool)
     backend = EagerStep(config, plan, weights, comm, kv)
-    replica = Replica(scheduler, backend, comm, config.full_vocab, blueprint.device)
+    profiler = Profiler(clock_of(blueprint.device)) if settings.is_profiled else NO_PROFILER
+    replica = Replica(scheduler, backend, comm, config.full_vocab, blueprint.device, profiler)
     replica.why_single = obstacle_to_graphs(settings, blueprint.device, comm)
     if not replica.why_single:
         num_ids = comm.broadcast_ints([config.full_vocab if num_ids is None else num_ids] if comm.rank == 0 else None)[0]
         try:
-            replica.burst_backend = open_graphs(backend, num_ids, scheduler.limits)
+            replica.burst_backend = open_graphs(backend, num_ids, scheduler.limits, profiler)
         except (KernelBuildError, ImportError) as error:
             if comm.size > 1:  # the others may not have met it
                 raise

@@ -144,6 +144,8 @@ def lead(
                 exit_code = EXIT_OK
                 return
             is_boundary = False
+            if not is_continued:
+                replica.profiler.begin()
             replica.apply(comm.broadcast_ints(leader.take_message(None, reader.num_steps_next(), is_continued)))
             if replica.scheduler.has_work:
                 started = time.perf_counter()
@@ -151,6 +153,7 @@ def lead(
                 is_boundary = True
                 if computed is not None:
                     num_extra = leader.receive(*computed)
+                    replica.profiler.end(is_synced=computed[1] is not None)
                     stats.add_step(computed[0], time.perf_counter() - started, num_extra)
                 elif not is_continued:
                     reader.last_read_s = started
@@ -253,6 +256,7 @@ def follow(replica: Replica) -> int:
         ints = replica.comm.broadcast_ints(None)
         if StepMessage.decode(ints).exit_code != GO_ON:
             return _end(replica, ints)
+        replica.profiler.begin()
         replica.apply(ints)
-        if replica.scheduler.has_work:
-            replica.step()
+        if replica.scheduler.has_work and replica.step() is not None:
+            replica.profiler.end(is_synced=False)

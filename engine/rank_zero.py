@@ -21,6 +21,10 @@ from engine.loading import Blueprint
 from engine.loop import RunStats
 from engine.output import STDOUT, OutputWriter
 from engine.prepare import RowPreparer, fill_defaults, fresh_seed
+from engine.profile.profile import Profile
+from engine.profile.profiler import Profiler
+from engine.profile.table import table_lines
+from engine.profile.trace import write_trace
 from engine.progress import Progress
 from engine.refused import Refused
 from engine.replica import Replica
@@ -31,7 +35,7 @@ from engine.side_file import RunIdentity, input_identity
 from engine.sinks import RowSink, Sink, TextSink
 from engine.summary import summary_lines
 from engine.version import VERSION
-from launch.errors import EXIT_OK, EXIT_ROWS_FAILED, UsageError
+from launch.errors import EXIT_OK, EXIT_ROWS_FAILED, OutputError, UsageError
 from launch.exits import MEANINGS
 from launch.threads import ThreadChoice
 
@@ -58,6 +62,8 @@ class RankZero:
         self.feed: Feed | None = None
         self.progress: Progress | None = None
         self._state: ResumeState | None = None
+        self._profiler: Profiler | None = None
+        self._profile: Profile | None = None
 
     # -- before the ranks are connected ------------------------------------------------------------------------------
 
@@ -194,6 +200,7 @@ class RankZero:
     def begin(self, replica: Replica, comm: Communicator, threads: ThreadChoice) -> None:
         """Print the summary and start reading rows."""
         limits = replica.scheduler.limits
+        self._profiler = replica.profiler if isinstance(replica.profiler, Profiler) else None
         self.leader = Leader(self.frontend.text, limits.max_model_len, self.frontend.num_ids, self.speculation)
         if not self.options.quiet:
             lines = summary_lines(self.blueprint, self.frontend, replica, comm, threads, self.run_seed)
@@ -212,6 +219,16 @@ class RankZero:
     def exit_code(self) -> int:
         is_failure = self.job.counts.failed and not self.options.allow_failed_rows
         return EXIT_ROWS_FAILED if is_failure else EXIT_OK
+
+    def write_profile(self) -> None:
+        """If one was asked for, once all rows are answered. *Raises* `OutputError`."""
+        if self._profiler is None:
+            return
+        self._profile = self._profiler.profile()
+        try:
+            write_trace(self._profile, 0, Path(self.options.profile_path))
+        except OSError as error:
+            raise OutputError(f"the profile could not be written to {self.options.profile_path}: {error.strerror}") from None
 
     def finish(self, code: int, message: str | None) -> None:
         """Close the output at a row boundary and write how the run ended. *Raises* `OutputError`."""
@@ -242,6 +259,9 @@ class RankZero:
         )
         if self.speculation is not None:
             print(f"doorbell: {self.speculation.stats.line()}", file=sys.stderr, flush=True)
+        if self._profile is not None:
+            lines = ["doorbell: profile of rank 0", *(f"  {line}" for line in table_lines(self._profile))]
+            print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _plain(value: object) -> dict[str, object]:

@@ -12,6 +12,8 @@ import torch
 from comm.communicator import Communicator
 from engine.graph.burst import Burst
 from engine.graph.step import BurstBackend
+from engine.profile.marks import NO_MARKS, Marks
+from engine.profile.step_profiler import NO_PROFILER, StepProfiler
 from engine.scheduler import ScheduledRow, Scheduler
 from engine.sequence import Sequence
 from engine.step_batch import RowSpan, StepBatch
@@ -19,16 +21,16 @@ from engine.step_message import StepMessage
 
 
 class StepBackend(Protocol):
-    """Computes one step: fp32 logits `[num_logits, local_vocab]` of this rank's vocabulary rows."""
+    """Computes one step: fp32 logits `[num_logits, local_vocab]` of this rank's vocabulary rows. `marks`: as `EagerStep.run`."""
 
-    def run(self, batch: StepBatch) -> torch.Tensor: ...
+    def run(self, batch: StepBatch, marks: Marks = NO_MARKS) -> torch.Tensor: ...
 
 
 class Replica:
     """One rank's schedule and step. All ranks hold equal replicas as long as they apply the same messages.
 
     `burst_backend`: runs steady decode on the device alone; None if nothing does, for the reason `why_single`. `burst`: what it
-    runs now, if it does.
+    runs now, if it does. `profiler`: is told of the steps.
     """
 
     def __init__(
@@ -38,9 +40,10 @@ class Replica:
         comm: Communicator,
         full_vocab: int,
         device: torch.device,
+        profiler: StepProfiler = NO_PROFILER,
     ):
         self.scheduler, self.backend, self.comm = scheduler, backend, comm
-        self.full_vocab, self.device = full_vocab, device
+        self.full_vocab, self.device, self.profiler = full_vocab, device, profiler
         self.burst_backend: BurstBackend | None = None
         self.why_single = ""
         self.burst: Burst | None = None
@@ -97,8 +100,9 @@ class Replica:
             self.burst = self.burst_backend.begin([row.sequence for row in rows])
             self._launch(self.burst)
             return None
+        marks = self.profiler.marks(rows)
         batch = build_batch(rows, self.scheduler.pool.page_size, self.device)
-        local_logits = self.backend.run(batch)
+        local_logits = self.backend.run(batch, marks)
         self.scheduler.complete(rows)
         if batch.logit_idx.numel() == 0:
             return rows, None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
+from pathlib import Path
 
 import torch
 
@@ -122,6 +123,7 @@ class RankRun:
             interrupt=self._asked,
             on_step=rank_zero.progress.tick,
         )
+        rank_zero.write_profile()
         return rank_zero.exit_code()
 
     # -- signals and losses ------------------------------------------------------------------------------------------
@@ -208,3 +210,17 @@ def check_usage(options: CommandOptions, environment: Environment) -> None:
         raise UsageError("--retry-failed goes with --resume")
     if options.resume and options.output_path in (None, "-"):
         raise UsageError("--resume needs --output FILE")
+    if options.profile_path is not None:
+        check_profile_path(options)
+
+
+def check_profile_path(options: CommandOptions) -> None:
+    """*Raises* `UsageError` for a profile that could not be written, or would replace what the run reads or writes."""
+    path = Path(options.profile_path)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"--profile {path} is a folder" if path.is_dir() else f"--profile {path}: there is no such folder")
+    for name, other in (("--input", options.input_path), ("--output", options.output_path)):
+        if other is not None and Path(other).absolute() == path.absolute():
+            raise UsageError(f"--profile and {name} name the same file, {path}")
+    if options.dry_run:
+        raise UsageError("--profile times the steps of a run; --dry-run has none")

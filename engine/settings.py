@@ -24,7 +24,8 @@ class EngineSettings:
     `shard_of`: compute what rank 0 of so many ranks would, alone; the output means nothing.
     `None` in `max_model_len` means the model's own limit. `is_ngram` or `draft_model` (a folder or shape, like `model`) switch
     speculation on, with at most `num_drafts` guessed tokens a row and step (None: 4); `draft_kv_memory_bytes`: KV cache of the
-    draft model, on rank 0. `is_eager`: plain torch steps on a GPU, no graphs and no bursts; a CPU has none anyway.
+    draft model, on rank 0. `is_eager`: plain torch steps on a GPU, no graphs and no bursts; a CPU has none anyway. `is_profiled`:
+    steps are timed stage by stage (`engine.profile`).
     """
 
     model: str
@@ -47,3 +48,4 @@ class EngineSettings:
     num_drafts: int | None = None
     draft_kv_memory_bytes: int | None = None
     is_eager: bool = False
+    is_profiled: bool = False

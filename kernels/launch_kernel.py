@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from launch.errors import KernelLaunchError
 
@@ -34,17 +34,22 @@ class Module:
         `signature`: the ctypes type of each parameter in order, e.g. `(c_void_p, c_uint32, c_void_p * 8)`.
         *Raises* `KernelLaunchError` when the module has no such kernel or no CUDA context is current.
         """
-        driver = _driver()
+        driver = open_driver()
         label = f"{self.name}:{name}"
-        kernel = _call(label, driver.cuLibraryGetKernel, self._library, name.encode())
-        function = _call(label, driver.cuKernelGetFunction, kernel)
+        kernel = call_driver(label, driver.cuLibraryGetKernel, self._library, name.encode())
+        function = call_driver(label, driver.cuKernelGetFunction, kernel)
         # Loaded now, not at the first launch: a lazy load waits for the device, which may be spinning on a peer.
-        _call(label, driver.cuFuncLoad, function)
+        call_driver(label, driver.cuFuncLoad, function)
         return Kernel(label, function, _Arguments(label, signature))
 
 
 class Kernel:
-    """A kernel of the device that was current when it was made. Not thread-safe: launches share one argument block."""
+    """A kernel of the device that was current when it was made. Not thread-safe: launches share one argument block.
+
+    `num_launched`: launches of all kernels in this process so far; those within a graph capture count once, when captured.
+    """
+
+    num_launched: ClassVar[int] = 0
 
     def __init__(self, name: str, function: Any, arguments: _Arguments):
         self.name = name
@@ -52,7 +57,7 @@ class Kernel:
         self._configs: dict[tuple, Any] = {}
         self._shared_bytes: int | None = None  # dynamic, that it may have; not known before the first launch
         self._is_large_cluster_allowed = False
-        self._driver = _driver()
+        self._driver = open_driver()
 
     def launch(
         self,
@@ -84,12 +89,13 @@ class Kernel:
         (result,) = self._driver.cuLaunchKernelEx(config, self._function, self._arguments.fill(args), 0)
         if result:
             _fail(self.name, "cuLaunchKernelEx", result, f" (grid {grid}, block {block}, {shared_bytes} bytes shared)")
+        Kernel.num_launched += 1
 
     def max_blocks_per_sm(self, block_threads: int, shared_bytes: int = 0) -> int:
         """How many blocks fit on an SM at once: a grid that waits for itself or for a peer must fit as a whole."""
         self._allow_shared(shared_bytes)
         query = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
-        return _call(self.name, query, self._function, block_threads, shared_bytes)
+        return call_driver(self.name, query, self._function, block_threads, shared_bytes)
 
     def _prepare(self, grid: Dim, block: Dim, shared_bytes: int, cluster: Dim, is_pdl: bool) -> Any:
         """A launch configuration, made once a shape: building one costs more than a launch."""
@@ -103,19 +109,20 @@ class Kernel:
         attributes = self._driver.CUfunction_attribute
         if self._shared_bytes is None:
             static = attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
-            self._shared_bytes = _DEFAULT_SHARED_BYTES - _call(self.name, self._driver.cuFuncGetAttribute, static, self._function)
+            num_static = call_driver(self.name, self._driver.cuFuncGetAttribute, static, self._function)
+            self._shared_bytes = _DEFAULT_SHARED_BYTES - num_static
             # Kernels that divide an SM's memory differently cannot be on it together: the next one would wait until it is idle.
             carveout = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-            _call(self.name, self._driver.cuFuncSetAttribute, self._function, carveout, _MAX_CARVEOUT)
+            call_driver(self.name, self._driver.cuFuncSetAttribute, self._function, carveout, _MAX_CARVEOUT)
         if shared_bytes > self._shared_bytes:
             attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _call(self.name, self._driver.cuFuncSetAttribute, self._function, attribute, shared_bytes)
+            call_driver(self.name, self._driver.cuFuncSetAttribute, self._function, attribute, shared_bytes)
             self._shared_bytes = shared_bytes
 
     def _allow_large_clusters(self) -> None:
         if not self._is_large_cluster_allowed:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-            _call(self.name, self._driver.cuFuncSetAttribute, self._function, attribute, 1)
+            call_driver(self.name, self._driver.cuFuncSetAttribute, self._function, attribute, 1)
             self._is_large_cluster_allowed = True
 
 
@@ -125,10 +132,10 @@ def load(cubin: bytes, name: str = "kernel") -> Module:
     *Raises* `KernelLaunchError` when the driver is absent or refuses the image (made for another architecture), or when
     no CUDA context is current on this thread (`torch.cuda.set_device` makes one).
     """
-    driver = _driver()
-    if not int(_call(name, driver.cuCtxGetCurrent)):
+    driver = open_driver()
+    if not int(call_driver(name, driver.cuCtxGetCurrent)):
         raise KernelLaunchError(f"{name}: no CUDA context is current on this thread; call torch.cuda.set_device first")
-    return Module(name, _call(name, driver.cuLibraryLoadData, cubin, None, None, 0, None, None, 0))
+    return Module(name, call_driver(name, driver.cuLibraryLoadData, cubin, None, None, 0, None, None, 0))
 
 
 def launch_config(
@@ -226,7 +233,8 @@ def _volume(dim: Dim) -> int:
     return x * y * z
 
 
-def _driver() -> Any:
+def open_driver() -> Any:
+    """The module of cuda-bindings that calls the CUDA driver. *Raises* `KernelLaunchError` where it is not installed."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -237,15 +245,18 @@ def _driver() -> Any:
     return driver
 
 
-def _call(name: str, function: Callable, *args: Any) -> Any:
-    """The result of a driver call. cuda-bindings returns (code, result) and raises when there is no driver."""
+def call_driver(name: str, function: Callable, *args: Any) -> Any:
+    """The result of a driver call, a list of them if there are several. `name` is for error messages.
+
+    *Raises* `KernelLaunchError` when the driver refuses, or when there is none.
+    """
     try:
         result, *values = function(*args)
     except RuntimeError as error:
         raise KernelLaunchError(f"{name}: the CUDA driver cannot be used ({error})") from error
     if result:
         _fail(name, function.__name__, result)
-    return values[0] if values else None
+    return values if len(values) > 1 else values[0] if values else None
 
 
 def _fail(name: str, call: str, result: Any, detail: str = "") -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 import click
 
 from engine.api import Engine
-from engine.bench.host_syncs import count_host_copies, count_host_syncs
 from engine.bench.load import (
     MAX_BATCH,
     VLLM,
@@ -34,6 +33,7 @@ from engine.bench.load import (
 )
 from engine.bench.records import Record, commit
 from engine.bench.roof import DATASHEET_TB_S, READ_TB_S, Reads
+from engine.profile.host_syncs import count_host_copies, count_host_syncs
 from launch.environment import Environment
 
 # vLLM's TPOT in ms with 129 tokens: by (model, tp, dtype, batch), then by prompt.

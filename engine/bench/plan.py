@@ -38,6 +38,7 @@ def plan_for(num_gpus: int) -> list[Bench]:
     benches = [
         Bench("bench-decode", 60),
         Bench("bench-prefill", 45),
+        Bench("bench-stages", 60),
         Bench("bench-throughput", 240),
         Bench("bench-coldstart", 300),
         Bench("bench-attention", 60),
@@ -48,6 +49,7 @@ def plan_for(num_gpus: int) -> list[Bench]:
         benches += [
             Bench("bench-decode", 90, ("MODEL=qwen2.5-72b", tp)),
             Bench("bench-prefill", 90, ("MODEL=qwen2.5-72b", tp)),
+            Bench("bench-stages", 120, ("MODEL=qwen2.5-72b", tp)),
             Bench("bench-comm", 120, (tp,)),
             Bench("bench-signal", 60),
             Bench("bench-soak", 60, (tp, "MPS=")),

@@ -17,7 +17,6 @@ from pathlib import Path
 import click
 
 from engine.api import Engine
-from engine.bench.host_syncs import count_host_syncs
 from engine.bench.load import (
     MAX_BATCH,
     VLLM,
@@ -35,6 +34,7 @@ from engine.bench.load import (
 from engine.bench.records import Record, commit
 from engine.bench.roof import DATASHEET_TB_S, DATASHEET_TFLOP_S, floor_s, num_operations, weight_bytes
 from engine.loading import Blueprint
+from engine.profile.host_syncs import count_host_syncs
 from launch.environment import Environment
 
 # vLLM's time to the first token in ms: by (model, tp, dtype, batch), then by prompt.

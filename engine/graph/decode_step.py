@@ -4,19 +4,37 @@ from __future__ import annotations
 
 from engine.graph.operators import Operators
 from engine.graph.row_state import DeviceRows
+from engine.profile.marks import NO_MARKS, Marks
 
 
-def decode_step(operators: Operators, rows: DeviceRows) -> None:
-    """Compute the tokens of `rows`, choose the next ones, and advance `rows` to them. *Collective*, asynchronous, capturable."""
+def decode_step(operators: Operators, rows: DeviceRows, marks: Marks = NO_MARKS) -> None:
+    """Compute the tokens of `rows`, choose the next ones, and advance `rows` to them. *Collective*, asynchronous, capturable.
+
+    `marks`: is told of the end of each stage.
+    """
     weights = operators.weights
     norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
     shared = operators.prepare(rows)
     embedded, residual = operators.embed(rows)
+    marks.end("rest")
     x = operators.reduce_norm(embedded, residual, weights.layers[0].input_norm)
+    marks.end("all_reduce")
     for layer_idx, layer in enumerate(weights.layers):
-        heads = operators.attention(shared, layer_idx, operators.linear(x, layer.qkv, layer.qkv_bias))
-        x = operators.reduce_norm(operators.linear(heads, layer.o, layer.o_bias), residual, layer.mlp_norm)
-        hidden = operators.gate_up(x, layer)
-        x = operators.reduce_norm(operators.linear(hidden, layer.down, layer.down_bias), residual, norms[layer_idx])
-    ids, values = operators.choose(rows, operators.linear(x, weights.head))
+        qkv = operators.linear(x, layer.qkv, layer.qkv_bias)
+        marks.end("qkv", layer_idx)
+        heads = operators.attention(shared, layer_idx, qkv)
+        marks.end("attention", layer_idx)
+        projected = operators.linear(heads, layer.o, layer.o_bias)
+        marks.end("o_proj", layer_idx)
+        x = operators.reduce_norm(projected, residual, layer.mlp_norm)
+        marks.end("all_reduce", layer_idx)
+        down = operators.linear(operators.gate_up(x, layer), layer.down, layer.down_bias)
+        marks.end("mlp", layer_idx)
+        x = operators.reduce_norm(down, residual, norms[layer_idx])
+        marks.end("all_reduce", layer_idx)
+    logits = operators.linear(x, weights.head)
+    marks.end("head")
+    ids, values = operators.choose(rows, logits)
+    marks.end("sampling")
     operators.advance(rows, ids, values)
+    marks.end("rest")

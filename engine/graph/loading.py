@@ -9,6 +9,7 @@ from engine.eager import EagerStep
 from engine.graph.cuda_operators import open_operators
 from engine.graph.row_state import RowState
 from engine.graph.step import BurstBackend, GraphStep, buckets_for
+from engine.profile.step_profiler import NO_PROFILER, StepProfiler
 from engine.scheduler import Limits
 from engine.settings import EngineSettings
 
@@ -24,7 +25,9 @@ def obstacle_to_graphs(settings: EngineSettings, device: torch.device, comm: Com
     return "" if comm.is_capturable else f"the all-reduce {comm.name} cannot be captured"
 
 
-def open_graphs(step: EagerStep, num_ids: int, limits: Limits) -> BurstBackend:
+def open_graphs(
+    step: EagerStep, num_ids: int, limits: Limits, profiler: StepProfiler = NO_PROFILER
+) -> BurstBackend:
     """Graphs for all batches up to `limits.max_batch` rows, or to the largest bucket. *Collective*.
 
     `num_ids`: ids from here on are never chosen.
@@ -37,4 +40,4 @@ def open_graphs(step: EagerStep, num_ids: int, limits: Limits) -> BurstBackend:
         step.comm.check()
 
     state = RowState(max_rows, max_pages, step.config.full_vocab, step.device, check_all)
-    return GraphStep(operators, state, limits.max_batch)
+    return GraphStep(operators, state, limits.max_batch, profiler)

@@ -13,6 +13,7 @@ from results.render.record import Record
 from results.render.selection import TEXTBOOK, ceiling_of, peers_of
 
 TENTHS = range(1, 11)
+PHASES = {"decode": "decode step", "prefill": "prefill"}
 
 
 def file_name(*parts: object) -> str:
@@ -104,18 +105,20 @@ def tpot_charts(records: Sequence[Record]) -> list[LineChart]:
 
 
 def stage_charts(records: Sequence[Record]) -> list[BarChart]:
-    """The shares of a step's stages, a bar a case."""
+    """The shares of the stages of a decode step or a prefill, a bar a case."""
     charts = []
-    for group in groups_of([r for r in records if "wall_us" in r.metrics], "model"):
-        names = list(dict.fromkeys(n for r in group for n in r.metrics if n != "wall_us" and Metric(n).suffix == "_us"))
+    for group in groups_of([r for r in records if "wall_us" in r.metrics], "phase", "model"):
+        found = dict.fromkeys(name for record in group for name in record.metrics if Metric(name).suffix == "_us")
+        names = [name for name in found if name not in ("wall_us", "rest_us")]
         _, differing = split_keys([record.case for record in group])
         group.sort(key=lambda r: [natural(r.case.get(key, "")) for key in differing])
         bars = tuple(describe(differing, record.case) or "step" for record in group)
         parts = [(n.removesuffix("_us"), tuple(r.metrics.get(n, 0) / r.metrics["wall_us"] for r in group)) for n in names]
         rest = tuple(max(0.0, 1 - sum(shares)) for shares in zip(*(shares for _, shares in parts)))
-        model, device = group[0].case.get("model", ""), group[0].device
+        model, phase, device = group[0].case.get("model", ""), group[0].case.get("phase", ""), group[0].device
         parts.append(("rest", rest))
-        charts.append(BarChart(file_name("stages", model, device), f"Stages of a step, {model} ({device})", bars, tuple(parts)))
+        title = f"Stages of a {PHASES.get(phase, 'step')}, {model} ({device})"
+        charts.append(BarChart(file_name("stages", phase, model, device), title, bars, tuple(parts)))
     return charts
 
 

@@ -30,7 +30,14 @@ LAYOUTS = {
     ),
     "speculate": Layout("Speculation", "Speedup over plain decode of the same rows."),
     "coldstart": Layout("Cold start", "From the start of the process to the first token.", whole="first_token_s"),
-    "stages": Layout("Stages of a step", "Each stage beside its share of the wall time.", whole="wall_us"),
+    "stages": Layout(
+        "Stages of a step",
+        "Each stage beside its share of the wall time: of one decode step, and of the prefill of the whole batch. The steps are\n"
+        "profiled ones; events between their stages end the overlap of kernels, and the overhead ratio is their time over that\n"
+        "of plain steps.",
+        whole="wall_us",
+        split=("phase", "model"),
+    ),
     "all_reduce": Layout(
         "All-reduce",
         "Dependent calls in a CUDA graph, the slowest rank, the median of repeats. Bold is the fastest of a row; the share of\n"

@@ -21,6 +21,7 @@ from engine.leader import Leader
 from engine.loading import build_replica, draw_blueprint
 from engine.loop import Interrupted, ListSource, RequestSource, RunStats, follow, lead, no_interrupt
 from engine.pages import PagePool
+from engine.profile.marks import NO_MARKS, Marks
 from engine.replica import Replica
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -127,7 +128,8 @@ def twin_bursts(replica: Replica) -> TwinBurst:
     step, limits = replica.backend, replica.scheduler.limits
     operators = TorchOperators(step.config, step.plan, step.weights, replica.comm, step.kv, num_ids=replica.full_vocab)
     max_pages = -(-limits.max_model_len // step.kv.page_size)
-    return TwinBurst(operators, RowState(limits.max_batch, max_pages, replica.full_vocab, CPU, replica.comm.check))
+    state = RowState(limits.max_batch, max_pages, replica.full_vocab, CPU, replica.comm.check)
+    return TwinBurst(operators, state, replica.profiler)
 
 
 class ScriptedBackend:
@@ -136,7 +138,7 @@ class ScriptedBackend:
     def __init__(self, script: Callable[[int, int], torch.Tensor | int], vocab: int):
         self._script, self._vocab = script, vocab
 
-    def run(self, batch: StepBatch) -> torch.Tensor:
+    def run(self, batch: StepBatch, marks: Marks = NO_MARKS) -> torch.Tensor:
         rows = [torch.full((self._vocab,), -10.0) for _ in range(batch.logit_idx.numel())]
         for row, idx in zip(rows, batch.logit_idx.tolist()):
             wanted = self._script(int(batch.token_ids[idx]), int(batch.positions[idx]))

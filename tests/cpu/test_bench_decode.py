@@ -9,10 +9,10 @@ import torch
 from click.testing import CliRunner
 
 from engine.bench.decode import Timing, describe, main, make_record, time_decode
-from engine.bench.host_syncs import count_host_copies
 from engine.bench.load import VLLM, Case, make_prompts, open_engine, run_once
 from engine.bench.roof import Reads
 from engine.loading import draw_blueprint
+from engine.profile.host_syncs import count_host_copies
 from engine.settings import EngineSettings
 from engine.shapes import SHAPES, named_config
 from launch.world import World

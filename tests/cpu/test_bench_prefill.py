@@ -8,11 +8,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from engine.bench.host_syncs import count_host_syncs
 from engine.bench.load import VLLM, Case, open_engine
 from engine.bench.prefill import Timing, describe, main, make_record, prefill_floor_s, time_prefill
 from engine.bench.roof import floor_s, num_operations, num_pairs
 from engine.loading import draw_blueprint
+from engine.profile.host_syncs import count_host_syncs
 from engine.settings import EngineSettings
 from engine.shapes import SHAPES, named_config
 from launch.world import World

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kernels import launch_kernel
+from kernels import graph_nodes, launch_kernel
 from launch.errors import KernelLaunchError
 
 POINTERS = ctypes.c_void_p * 2
@@ -84,7 +84,7 @@ class RecordingDriver:
 @pytest.fixture
 def driver(monkeypatch):
     recording = RecordingDriver()
-    monkeypatch.setattr(launch_kernel, "_driver", lambda: recording)
+    monkeypatch.setattr(launch_kernel, "open_driver", lambda: recording)
     return recording
 
 
@@ -178,3 +178,40 @@ def test_the_configuration_that_the_driver_reads():
     raw = ctypes.string_at(attributes, 144)
     assert struct.unpack_from("<I4xIII", raw) == (4, 2, 1, 1)  # CLUSTER_DIMENSION
     assert struct.unpack_from("<I4xI", raw, 72) == (6, 1)  # PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+def test_launches_are_counted(driver):
+    before = launch_kernel.Kernel.num_launched
+    kernel_of(driver).launch(1, 32, ARGS, stream=7)
+    kernel_of(driver).launch(2, 32, ARGS, stream=7)
+    driver.refuse = Code.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(KernelLaunchError):
+        kernel_of(driver).launch(1, 32, ARGS, stream=7)
+    assert launch_kernel.Kernel.num_launched == before + 2
+
+
+class GraphDriver:
+    """Answers what a graph of `kinds` of nodes is made of; a first call without room tells how many there are."""
+
+    CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_GRAPH="graph", CU_GRAPH_NODE_TYPE_KERNEL="kernel")
+
+    def __init__(self, *kinds):
+        self.kinds = kinds
+
+    def CUgraph(self, handle):
+        return ("graph", handle)
+
+    def cuGraphGetNodes(self, graph, room):
+        assert graph == ("graph", 77)
+        return Code.CUDA_SUCCESS, list(range(min(room, len(self.kinds)))), len(self.kinds)
+
+    def cuGraphNodeGetType(self, node):
+        return Code.CUDA_SUCCESS, self.kinds[node]
+
+
+@pytest.mark.parametrize(
+    "kinds, count", [((), 0), (("kernel", "event", "kernel", "memset"), 2), (("kernel", "graph", "kernel"), None)]
+)
+def test_the_kernels_of_a_graph(monkeypatch, kinds, count):
+    monkeypatch.setattr(graph_nodes, "open_driver", lambda: GraphDriver(*kinds))
+    assert graph_nodes.count_kernel_nodes(77) == count

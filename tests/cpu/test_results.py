@@ -55,7 +55,8 @@ EXPECTED = {
     "drift": (["output, tok/s", "ceiling", "drift, %", "limit", "steps compared", "mismatches", "limit"],
               ["900", "1800 (50 %)", "1.5", "2", "4800", "0", "0"]),
     "coldstart": (["first token, s", "vLLM", "imports, s"], ["8", "40 (5.00x)", "2 (25 %)"]),
-    "stages": (["qkv, us", "mlp, us", "ceiling", "wall, us"], ["25 (25 %)", "50 (50 %)", "40 (80 %)", "100"]),
+    "stages": (["qkv, us", "mlp, us", "rest, us", "wall, us", "ceiling", "profile overhead ratio"],
+               ["25 (25 %)", "50 (50 %)", "20 (20 %)", "100", "40 (40 %)", "1.25"]),
     "product": (["product, us", "ceiling", "cuBLAS", "HBM, TB/s", "ceiling"],
                 ["10", "6 (60 %)", "9 (0.90x)", "3", "4.59 (65 %)"]),
     "fp8_error": (["qkv error, %", "bf16", "kl nats", "bf16", "perplexity, %", "limit"],
@@ -177,9 +178,14 @@ def test_the_chart_of_tpot_keeps_ranks_without_peers_apart(tmp_path):
 
 
 def test_the_charts_of_stages_and_of_a_long_run(tmp_path):
-    charts = charts_of(tmp_path, *OTHERS)
-    bars = charts["stages-qwen2.5-7b-1-x-test-gpu"]
+    (stages,) = [record for record in OTHERS if record["bench"] == "stages"]
+    prefill = {**stages, "case": {**stages["case"], "phase": "prefill", "output": 1}, "metrics": {"mlp_us": 9, "wall_us": 10}}
+    charts = charts_of(tmp_path, *OTHERS, prefill)
+    bars = charts["stages-decode-qwen2.5-7b-1-x-test-gpu"]
     assert bars.parts == (("qkv", (0.25,)), ("mlp", (0.5,)), ("rest", (0.25,)))
+    assert bars.title == "Stages of a decode step, qwen2.5-7b (1 x Test GPU)"
+    bars = charts["stages-prefill-qwen2.5-7b-1-x-test-gpu"]
+    assert bars.parts == (("mlp", (0.9,)), ("rest", (pytest.approx(0.1),)))
     run, upper, lower = charts["drift-soak-1-x-test-gpu"].series
     assert run.ys[0] == pytest.approx(-run.ys[-1]) and run.ys[-1] == pytest.approx(100 * 0.045 / 6.055)
     assert (upper.ys, lower.ys) == ((3, 3), (-3, -3))
@@ -248,7 +254,8 @@ def test_plots_have_the_same_bytes_twice_and_old_ones_go(tmp_path):
         found.append({path.name: path.read_bytes() for path in (tmp_path / "plots").iterdir()})
     assert found[0] == found[1]
     assert sorted(found[0]) == [
-        "all-reduce-2-ranks-1-x-test-gpu.svg", "drift-soak-1-x-test-gpu.svg", "stages-qwen2.5-7b-1-x-test-gpu.svg",
+        "all-reduce-2-ranks-1-x-test-gpu.svg", "drift-soak-1-x-test-gpu.svg",
+        "stages-decode-qwen2.5-7b-1-x-test-gpu.svg",
         "tpot-qwen2.5-7b-1-x-test-gpu.svg",
     ]  # fmt: skip
     assert all(b"<svg" in data and b"<dc:date>" not in data for data in found[0].values())

@@ -38,7 +38,7 @@ def torch_graphs(replica: Replica) -> GraphStep:
     operators = TorchOperators(step.config, step.plan, step.weights, replica.comm, step.kv, replica.full_vocab)
     max_pages = -(-limits.max_model_len // step.kv.page_size)
     state = RowState(buckets_for(limits.max_batch)[-1], max_pages, replica.full_vocab, step.device, replica.comm.check)
-    return GraphStep(operators, state, limits.max_batch)
+    return GraphStep(operators, state, limits.max_batch, replica.profiler)
 
 
 def answer_on_gpu(replica: Replica, requests: Sequence[Request], **options) -> Run:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.bench.host_syncs import count_host_copies, count_host_syncs
+from engine.profile.host_syncs import count_host_copies, count_host_syncs
 from tests.gpu.graph_engine import STEPS, answer_on_gpu, open_replica
 from tests.token_cases import Rows, save_mild_model
 

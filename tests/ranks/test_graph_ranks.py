@@ -42,8 +42,8 @@ def open_comm() -> tuple:
     return world, connect(world, "ipc")
 
 
-def open_pair(folder: str, world, comm, **settings) -> list:
-    """A replica with eager steps, and one with graphs."""
+def open_pair(folder: str, world, comm, is_profiled: bool = False, **settings) -> list:
+    """A replica with eager steps, and one with graphs, profiled if that is asked for."""
     from engine.loading import build_replica, draw_blueprint
     from engine.settings import EngineSettings
 
@@ -51,7 +51,9 @@ def open_pair(folder: str, world, comm, **settings) -> list:
     comm.barrier()  # taking memory waits for kernels of all ranks of a GPU, which must not wait for a rank in turn
     replicas = []
     for is_eager in (True, False):
-        chosen = EngineSettings(folder, device="cuda", is_gpu_sharing=True, is_eager=is_eager, **settings)
+        chosen = EngineSettings(
+            folder, device="cuda", is_gpu_sharing=True, is_eager=is_eager, is_profiled=is_profiled and not is_eager, **settings
+        )  # fmt: skip
         replicas.append(build_replica(draw_blueprint(chosen, world), world, comm))
     assert replicas[1].burst_backend is not None, replicas[1].why_single
     return replicas
@@ -73,15 +75,19 @@ def answer_both(replicas: list, make_requests) -> list:
     return runs
 
 
-def answer_in_turn(rank: int, size: int, folder: str) -> list:
-    """(tokens with graphs, tokens of eager steps, host waits with graphs, digest) of each case."""
+def answer_in_turn(rank: int, size: int, folder: str, is_profiled: bool) -> list:
+    """(tokens with graphs, tokens of eager steps, host waits with graphs, digest) of each case. `is_profiled`: the graphs."""
     world, comm = open_comm()
-    replicas = open_pair(folder, world, comm, dtype="float32", kv_memory_bytes=1 << 24, max_batch=9)
+    replicas = open_pair(folder, world, comm, is_profiled, dtype="float32", kv_memory_bytes=1 << 24, max_batch=9)
     outcomes = []
     for count, max_tokens, options in ((1, 60, {}), (3, 40, {}), (20, 25, {}), (2, 60, QWEN), (20, 25, QWEN), (3, 20, {})):
         plain, run = answer_both(replicas, lambda: rows(count, max_tokens, **options))  # noqa: B023
         tokens = [run.token_ids, plain.token_ids] if rank == 0 else [[], []]
         outcomes.append((*tokens, run.stats.num_waits, replicas[1].digest))
+    if is_profiled:
+        burst = replicas[1].profiler.profile().kinds["burst"]
+        assert burst.stages["all_reduce"] > 0 and sum(burst.stages.values()) == pytest.approx(burst.wall_us, rel=1e-3)
+        assert rank or burst.is_whole
     torch.cuda.synchronize()
     comm.close()
     return outcomes
@@ -93,7 +99,11 @@ def test_tokens_are_those_of_eager_steps(size, tmp_path):
 
     shape = {"vocab_size": VOCAB, "hidden_size": 256, "head_dim": 64, "intermediate_size": 200}
     folder = save_model(make_model("qwen2", **shape), tmp_path)
-    ranks = run_ranks(size, answer_in_turn, str(folder), timeout_s=240)
+    for is_profiled in (False, True) if size == 2 else (False,):
+        check_in_turn(run_ranks(size, answer_in_turn, str(folder), is_profiled, timeout_s=240))
+
+
+def check_in_turn(ranks: list) -> None:
     for case in zip(*ranks):
         tokens, wanted, waits, _ = case[0]
         assert tokens == wanted and waits == 0

@@ -11,23 +11,38 @@ _COPY = "Memcpy DtoH"  # how the profiler names a copy from the device to the ho
 _TEXT = "called a synchronizing CUDA operation"  # torch warns with these words, once a call, in its debug mode
 
 
-def count_host_syncs(body: Callable[[], object]) -> int | None:
-    """Run `body` in torch's synchronisation debug mode and count the waits of this process. None if CUDA is not in use.
+class HostSyncCount:
+    """Counts the waits of this process from now until `stop`, in torch's synchronisation debug mode.
 
-    Waits on memory that a kernel writes, and on events, are not torch's and not counted. Slow: never time `body` here.
+    Waits on memory that a kernel writes, and on events, are not torch's and not counted. What waits gets slower meanwhile: its
+    times are not to be used.
     """
+
+    def __init__(self) -> None:
+        self._before = torch.cuda.get_sync_debug_mode()
+        self._catcher = warnings.catch_warnings(record=True)
+        self._caught = self._catcher.__enter__()
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def stop(self) -> int:
+        """The waits. Puts the mode and the warnings back as they were."""
+        torch.cuda.set_sync_debug_mode(self._before)
+        self._catcher.__exit__(None, None, None)
+        return sum(_TEXT in str(warning.message) for warning in self._caught)
+
+
+def count_host_syncs(body: Callable[[], object]) -> int | None:
+    """Run `body` and count its waits. None if CUDA is not in use. Never time `body` here."""
     if not torch.cuda.is_initialized():
         body()
         return None
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            body()
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    return sum(_TEXT in str(warning.message) for warning in caught)
+    count = HostSyncCount()
+    try:
+        body()
+    finally:
+        num_syncs = count.stop()
+    return num_syncs
 
 
 def count_host_copies(body: Callable[[], object]) -> int | None:
