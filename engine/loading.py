@@ -177,7 +177,7 @@ def build_replica(
     num_ids: int | None = None,
     phases: Phases | None = None,
 ) -> Replica:
-    """Read the weights, reserve the KV cache, and capture the decode steps if there are to be any. *Collective*.
+    """Read the weights, reserve the KV cache, and set up graphs if there are to be any. *Collective*.
 
     `progress(done_bytes, total_bytes)`. `num_ids`, on rank 0: ids that the tokenizer has; None for the whole vocabulary.
     `phases`: is told of the ends of `weights` (with the cache) and `graphs` (kernels that had to be built included).
@@ -201,7 +201,7 @@ def build_replica(
     if not replica.why_single:
         num_ids = comm.broadcast_ints([config.full_vocab if num_ids is None else num_ids] if comm.rank == 0 else None)[0]
         try:
-            replica.burst_backend = open_graphs(backend, num_ids, scheduler.limits)
+            replica.burst_backend, replica.backend = open_graphs(backend, num_ids, scheduler.limits, settings.graph_tokens)
         except (KernelBuildError, ImportError) as error:
             if comm.size > 1:  # the others may not have met it
                 raise

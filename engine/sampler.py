@@ -97,12 +97,10 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[int | N
     None for a row whose logits hold a NaN or an infinity where the maximum should be: there is nothing to choose from.
     """
     highest, argmax = logits.max(dim=-1)  # a NaN anywhere in the row is its maximum
-    is_finite = highest.isfinite().tolist()
-    tokens: list[int | None] = argmax.tolist()
+    found = torch.where(highest.isfinite(), argmax, -1).tolist()  # one copy, so one wait for a GPU
+    tokens: list[int | None] = [None if token_id < 0 else token_id for token_id in found]
     for idx, state in enumerate(states):
-        if not is_finite[idx]:
-            tokens[idx] = None
-        elif not state.is_plain:
+        if tokens[idx] is not None and not state.is_plain:
             tokens[idx] = _sample_row(logits[idx], state)
     return tokens
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 DEFAULT_MAX_TOKENS = 512
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_NUM_DRAFTS = 4
+# The largest bucket of prefill. Between two buckets padding costs up to twice the multiplications, which a prompt of several
+# hundred tokens is bound by, so the best border is to be measured (`--graph-tokens` of the prefill bench).
+DEFAULT_GRAPH_TOKENS = 512
 MAX_NUM_DRAFTS = 16
 DEFAULT_KV_SHARE_CPU = 0.25  # of the memory that is free at start, over all ranks of the machine
 DEFAULT_KV_SHARE_GPU = 0.90  # of the GPU's memory, weights included
@@ -25,7 +28,8 @@ class EngineSettings:
     `None` in `max_model_len` means the model's own limit. `is_ngram` or `draft_model` (a folder or shape, like `model`) switch
     speculation on, with at most `num_drafts` guessed tokens a row and step (None: 4); `draft_kv_memory_bytes`: KV cache of the
     draft model, on rank 0. `is_eager`: no graphs and no bursts on a GPU; a CPU has none anyway. True
-    until the graphs have passed all their tests on GPUs.
+    until the graphs have passed all their tests on GPUs. `graph_tokens`: the longest prompt that is prefilled by a graph, where
+    there are any; 0 for none.
     """
 
     model: str
@@ -48,3 +52,4 @@ class EngineSettings:
     num_drafts: int | None = None
     draft_kv_memory_bytes: int | None = None
     is_eager: bool = True
+    graph_tokens: int = DEFAULT_GRAPH_TOKENS

@@ -11,7 +11,7 @@ def decode_step(operators: Operators, rows: DeviceRows) -> None:
     weights = operators.weights
     norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
     shared = operators.prepare(rows)
-    embedded, residual = operators.embed(rows)
+    embedded, residual = operators.embed(rows.token_ids)
     x = operators.reduce_norm(embedded, residual, weights.layers[0].input_norm)
     for layer_idx, layer in enumerate(weights.layers):
         heads = operators.attention(shared, layer_idx, operators.linear(x, layer.qkv, layer.qkv_bias))

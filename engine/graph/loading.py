@@ -1,4 +1,4 @@
-"""From an eager step to graphs of the same model: same weights, same cache, captured once at start."""
+"""From an eager step to graphs of the same model: same weights, same cache."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from comm.communicator import Communicator
 from engine.eager import EagerStep
 from engine.graph.cuda_operators import open_operators
+from engine.graph.prefill import GraphPrefill, PrefillStep
 from engine.graph.row_state import RowState
 from engine.graph.step import BurstBackend, GraphStep, buckets_for
 from engine.scheduler import Limits
@@ -24,10 +25,11 @@ def obstacle_to_graphs(settings: EngineSettings, device: torch.device, comm: Com
     return "" if comm.is_capturable else f"the all-reduce {comm.name} cannot be captured"
 
 
-def open_graphs(step: EagerStep, num_ids: int, limits: Limits) -> BurstBackend:
-    """Graphs for all batches up to `limits.max_batch` rows, or to the largest bucket. *Collective*.
+def open_graphs(step: EagerStep, num_ids: int, limits: Limits, graph_tokens: int) -> tuple[BurstBackend, PrefillStep]:
+    """What decodes and what prefills. *Collective*.
 
-    `num_ids`: ids from here on are never chosen.
+    Decode steps are captured here, for all batches up to `limits.max_batch` rows, or to the largest bucket; prompts of up to
+    `graph_tokens` tokens by the first of each bucket. `num_ids`: ids from here on are never chosen.
     """
     max_rows, max_pages = buckets_for(limits.max_batch)[-1], -(-limits.max_model_len // step.kv.page_size)
     operators, check = open_operators(step, num_ids, max_rows, limits.max_model_len)
@@ -37,4 +39,4 @@ def open_graphs(step: EagerStep, num_ids: int, limits: Limits) -> BurstBackend:
         step.comm.check()
 
     state = RowState(max_rows, max_pages, step.config.full_vocab, step.device, check_all)
-    return GraphStep(operators, state, limits.max_batch)
+    return GraphStep(operators, state, limits.max_batch), GraphPrefill(operators, limits, graph_tokens)

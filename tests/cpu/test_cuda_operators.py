@@ -11,9 +11,11 @@ from comm.vocabulary import best_of_ranks, local_best
 from engine.graph import cuda_operators
 from engine.graph.cuda_operators import CudaOperators, EndKernels
 from engine.graph.operators import _exchange
+from engine.graph.prefill import TwinPrefill
 from engine.graph.row_state import RowState
 from engine.graph.step import TwinBurst
 from engine.rope import inverse_frequencies
+from kernels.add_norm import add_norm
 from kernels.advance_rows import advance_rows
 from kernels.decode_attention import decode_attention
 from kernels.embed import embed
@@ -21,6 +23,7 @@ from kernels.filter_logits import filter_logits
 from kernels.gemv import gemv_twin
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary_turns
+from kernels.rotary_write import rotary_write
 from kernels.silu_mul import silu_mul
 from tests.cpu.engine_harness import CPU, answer, request
 from tests.cpu.test_burst import prompts
@@ -81,10 +84,10 @@ def twin_attention(step, max_context: int):
     inv_freq = inverse_frequencies(step.config.rope, step.config.head_dim)
     turns = rotary_turns(max_context, inv_freq, step.config.rope.attention_factor, step.dtype)
 
-    def launch(*tensors, norms, window):
-        decode_attention(*tensors, turns=turns, page_size=step.kv.page_size, norms=norms, window=window)
+    def launch(*tensors, norms, window, is_early):
+        return decode_attention(*tensors, turns=turns, page_size=step.kv.page_size, norms=norms, window=window)
 
-    return SimpleNamespace(launch=launch)
+    return SimpleNamespace(launch=launch, max_rows=2)
 
 
 @pytest.mark.parametrize("size", (1, 2))
@@ -96,6 +99,9 @@ def test_the_wiring(family, has_attention, most_rows, size, tmp_path, monkeypatc
         zeroed.zero_()
         return out.copy_(embed(ids, table, begin, end))
 
+    def launch_add_norm(kernel, x, residual, weight, eps, out):
+        return out.copy_(add_norm(x, residual, weight, eps))
+
     def launch_filters(kernel, *tensors, is_pdl):
         filter_logits(*tensors)
 
@@ -103,6 +109,8 @@ def test_the_wiring(family, has_attention, most_rows, size, tmp_path, monkeypatc
     monkeypatch.setattr(cuda_operators, "launch_embed", launch_embed)
     monkeypatch.setattr(cuda_operators, "launch_silu_mul", lambda kernel, both, out: out.copy_(silu_mul(both)))
     monkeypatch.setattr(cuda_operators, "launch_filter_logits", launch_filters)
+    monkeypatch.setattr(cuda_operators, "launch_add_norm", launch_add_norm)
+    monkeypatch.setattr(cuda_operators, "launch_rotary_write", lambda kernel, *tensors: rotary_write(*tensors))
     monkeypatch.setattr(cuda_operators, "FUSED_ROWS", 3)
     windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1} if family == "qwen2" else {}
     folder = save_model(make_model(family, max_position_embeddings=128, **windows), tmp_path)
@@ -112,8 +120,9 @@ def test_the_wiring(family, has_attention, most_rows, size, tmp_path, monkeypatc
         step, max_context = replica.backend, replica.scheduler.limits.max_model_len
         attention = twin_attention(step, max_context) if has_attention else None
         gemvs.append(TwinGemv(most_rows))
-        ends = EndKernels(None, None, None, None)
+        ends = EndKernels(*[None] * 6)
         operators = CudaOperators(step, replica.full_vocab, TwinPeers(replica.comm), attention, gemvs[-1], ends)
+        replica.backend = TwinPrefill(operators, replica.scheduler.limits, graph_tokens=16)
         max_pages = -(-max_context // step.kv.page_size)
         return TwinBurst(operators, RowState(8, max_pages, replica.full_vocab, CPU, replica.comm.check))
 
@@ -129,4 +138,7 @@ def test_the_wiring(family, has_attention, most_rows, size, tmp_path, monkeypatc
     ]
     plain, run = answer(folder, filtered(), size), answer(folder, filtered(), size, bursts=bursts)
     assert run.answers == plain.answers and run.stats.num_waits == 0
+    # Chunks of prompts beside rows that decode, and prompts alone in a bucket.
+    for settings in ({"max_step_tokens": 9}, {"max_batch": 1}):
+        assert answer(folder, rows(), size, bursts=bursts, **settings).answers == answer(folder, rows(), size).answers
     assert (gemvs[0].num_products > 0) == (most_rows > 0)
