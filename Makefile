@@ -42,7 +42,7 @@ ARCH     ?= sm_90a
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo test test-gpu test-ranks memcheck lint kernels bench bench-comm bench-signal bench-soak bench-attention \
-	bench-products bench-decode bench-prefill bench-throughput bench-coldstart bench-cpu results clean
+	bench-products bench-prefill-products bench-decode bench-prefill bench-throughput bench-coldstart bench-cpu results clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -101,6 +101,9 @@ bench-attention:  ## On a machine with a GPU: decode attention beside torch's
 
 bench-products:  ## On a machine with a GPU: the products of decode steps beside cuBLAS
 	$(PYTHON) -m engine.bench.gemv --record results/product.jsonl
+
+bench-prefill-products:  ## On a machine with a GPU: the products of prefill, in bf16 and by FP8 matrices in every way
+	$(PYTHON) -m engine.bench.prefill_products --record results/prefill_product.jsonl
 
 ENGINE_BENCHES := bench-decode bench-prefill bench-throughput bench-coldstart
 $(ENGINE_BENCHES): MODEL := qwen2.5-7b

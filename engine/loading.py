@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from engine.settings import MAX_NUM_DRAFTS, EngineSettings
 from engine.shapes import named_config
 from engine.shard_plan import ShardPlan
 from engine.weights import ModelWeights, dummy_weights, load_weights
+from kernels.fp8_linear import WAYS
 from launch.errors import KernelBuildError, ModelError, UsageError
 from launch.world import World
 
@@ -60,6 +62,8 @@ def draw_blueprint(settings: EngineSettings, world: World) -> Blueprint:
 
     *Raises* `ModelError` or `UsageError` naming what is wrong.
     """
+    if settings.fp8_products not in WAYS:
+        raise UsageError(f"fp8_products must be {' or '.join(WAYS)}, not {settings.fp8_products!r}")
     check_speculation(settings)
     check_shard_of(settings, world)
     config, checkpoint = _open_model(settings)
@@ -162,11 +166,12 @@ def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> tuple
 STOCK_BYTES = 512 << 20  # of activations; steps of small models, which is what ranks share GPUs for, stay below
 
 
-def _stock_up(device: torch.device) -> None:
+def _stock_up(device: torch.device, is_gpu_sharing: bool) -> None:
     """Let torch hold memory for the steps to come; after captures, which give back what it holds. Where ranks share a GPU, asking
     for more waits for the peers' kernels, and these may wait for this rank: eight ranks stood still so until the deadline.
     """
-    torch.empty(STOCK_BYTES, dtype=torch.uint8, device=device)
+    if is_gpu_sharing and device.type == "cuda":
+        torch.empty(STOCK_BYTES, dtype=torch.uint8, device=device)
 
 
 def build_replica(
@@ -197,17 +202,19 @@ def build_replica(
     scheduler = Scheduler(scheduler_limits(blueprint, num_pages), pool)
     backend = EagerStep(config, plan, weights, comm, kv)
     replica = Replica(scheduler, backend, comm, config.full_vocab, blueprint.device)
+    stock_up = partial(_stock_up, blueprint.device, settings.is_gpu_sharing)
     replica.why_single = obstacle_to_graphs(settings, blueprint.device, comm)
     if not replica.why_single:
         num_ids = comm.broadcast_ints([config.full_vocab if num_ids is None else num_ids] if comm.rank == 0 else None)[0]
         try:
-            replica.burst_backend, replica.backend = open_graphs(backend, num_ids, scheduler.limits, settings.graph_tokens)
+            replica.burst_backend, replica.backend = open_graphs(
+                backend, num_ids, scheduler.limits, settings, stock_up
+            )
         except (KernelBuildError, ImportError) as error:
             if comm.size > 1:  # the others may not have met it
                 raise
             replica.why_single = f"the kernels are not to be had: {error}"
-    if settings.is_gpu_sharing and blueprint.device.type == "cuda":
-        _stock_up(blueprint.device)
+    stock_up()
     phases.end("graphs")
     return replica
 

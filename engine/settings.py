@@ -29,7 +29,8 @@ class EngineSettings:
     speculation on, with at most `num_drafts` guessed tokens a row and step (None: 4); `draft_kv_memory_bytes`: KV cache of the
     draft model, on rank 0. `is_eager`: no graphs and no bursts on a GPU; a CPU has none anyway. True
     until the graphs have passed all their tests on GPUs. `graph_tokens`: the longest prompt that is prefilled by a graph, where
-    there are any; 0 for none.
+    there are any; 0 for none. `fp8_products`: how more than a few rows are multiplied by FP8 matrices on a GPU: `scaled`, by FP8
+    activations, or `widened`, by the matrix written out in bf16 (`kernels/fp8_linear.py`).
     """
 
     model: str
@@ -53,3 +54,4 @@ class EngineSettings:
     draft_kv_memory_bytes: int | None = None
     is_eager: bool = True
     graph_tokens: int = DEFAULT_GRAPH_TOKENS
+    fp8_products: str = "scaled"

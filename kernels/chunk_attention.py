@@ -1,7 +1,7 @@
 """Causal grouped-query attention of many new tokens, for GPUs: what a step that prefills attends with.
 
 A *chunk* is a run of new tokens of one row, behind what the row has in the cache, or of several rows that are equally long and
-have nothing there. Each chunk is one call of torch's `scaled_dot_product_attention`, which is FlashAttention for half types.
+have nothing there. Each chunk is one call of torch's FlashAttention, which reads grouped heads as they are.
 Chunks with nothing cached read the new keys and values where they lie in the fused projection; others read the cache, which
 holds the new ones already. `kernels/paged_attention.py` is the reference.
 """
@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from kernels.paged_attention import causal_mask
 
-HALF_TYPES = (torch.bfloat16, torch.float16)
+FLASH_DTYPES, FLASH_ELEMS = (torch.bfloat16, torch.float16), 8  # what FlashAttention takes; a head is a multiple of so many
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,8 @@ def chunk_attention(
 
     `qkv` `[tokens, local_q_heads + 2 * local_kv_heads, head_dim]`: rotated; the new keys and values are in the cache as well.
     `keys`, `values` `[num_slots, local_kv_heads, head_dim]` of one layer. `out` `[tokens, local_q_heads, head_dim]`: only the
-    tokens of `chunks` are written. Scores are scaled by head_dim ** -0.5. *Numbers*: those of `scaled_dot_product_attention`
-    (fp32 accumulation). *Cost*: one call a chunk, and a copy of the keys and values of a row whose pages are scattered.
+    tokens of `chunks` are written. Scores are scaled by head_dim ** -0.5. *Numbers*: fp32
+    accumulation. *Cost*: one call a chunk, and a copy of the keys and values of a row whose pages are scattered.
     """
     num_kv = keys.shape[1]
     q, k, v = qkv.split((qkv.shape[1] - 2 * num_kv, num_kv, num_kv), dim=1)
@@ -133,13 +132,12 @@ def _cached(cache: torch.Tensor, chunk: Chunk, page_size: int) -> torch.Tensor:
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """The last query sees all keys, each one before it one key less; unless there is a `mask`."""
     num_tokens, kv_len = q.shape[2], k.shape[2]
-    if not (q.is_cuda and q.dtype in HALF_TYPES and mask is None):
-        # No FlashAttention here, and the other ways know no groups.
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        if mask is None and 1 < num_tokens < kv_len:
-            mask = causal_mask(num_tokens, kv_len - num_tokens, 0, None, q.dtype, q.device)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=num_tokens > 1 and mask is None)
-    if 1 < num_tokens < kv_len:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(num_tokens, kv_len), enable_gqa=True)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=num_tokens > 1, enable_gqa=True)
+    if q.is_cuda and q.dtype in FLASH_DTYPES and q.shape[3] % FLASH_ELEMS == 0 and mask is None:
+        # By name: scaled_dot_product_attention may choose cuDNN's, which plans anew at each new length, for milliseconds. Causal
+        # means here that the last query meets the last key, as in `torch.nn.attention.bias`.
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, num_tokens > 1)[0]
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    if mask is None and 1 < num_tokens < kv_len:
+        mask = causal_mask(num_tokens, kv_len - num_tokens, 0, None, q.dtype, q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=num_tokens > 1 and mask is None)

@@ -26,6 +26,7 @@ from kernels.elements import VECTOR_BYTES
 from kernels.embed import MAX_ROWS as MAX_EMBED_ROWS
 from kernels.embed import launch_embed, load_embed
 from kernels.filter_logits import MAX_IDS, filter_logits, launch_filter_logits, load_filter_logits
+from kernels.fp8_linear import ScaledLinear, open_scaled_linear
 from kernels.gemv import Gemv, load_gemv
 from kernels.launch_kernel import Kernel
 from kernels.rotary import rotary_turns
@@ -49,8 +50,9 @@ class EndKernels:
 
 
 class CudaOperators(TorchOperators):
-    """`peers` holds the collectives; `attention` is None for shapes that its kernel does not take. A product of few rows is fp32
-    parts `[num_parts, rows, out]`, of more rows a tensor of the model's dtype."""
+    """`peers` holds the collectives; `attention` is None for shapes that its kernel does not take. `scaled`: for many rows by
+    an FP8 matrix; None widens the matrix. A product of few rows is fp32 parts `[num_parts, rows, out]`, of more a tensor of the
+    model's dtype."""
 
     def __init__(
         self,
@@ -60,9 +62,10 @@ class CudaOperators(TorchOperators):
         attention: DecodeAttention | None,
         gemv: Gemv,
         ends: EndKernels,
+        scaled: ScaledLinear | None = None,
     ):
         super().__init__(step.config, step.plan, step.weights, step.comm, step.kv, num_ids)
-        self._peers, self._attention, self._gemv, self._ends = peers, attention, gemv, ends
+        self._peers, self._attention, self._gemv, self._ends, self._scaled = peers, attention, gemv, ends, scaled
         row_bytes = step.config.hidden_size * step.dtype.itemsize
         self._is_norm_fused, self._is_sum_fused = _takes_norm(row_bytes), takes_add_norm(row_bytes)
         self._is_rotary_fused = takes_rotary_write(step.config.head_dim, step.dtype)
@@ -88,12 +91,18 @@ class CudaOperators(TorchOperators):
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._gemv.takes(x, weight):
             return self._gemv.linear(x, weight, bias)
+        return self._product(x, weight, bias)
+
+    def _product(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        """By a library."""
+        if self._scaled is not None and self._scaled.takes(x, weight):
+            return self._scaled.linear(x, weight, bias)
         return super().linear(x, weight, bias)
 
     def gate_up(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         if self._gemv.takes(x, layer.gate_up, is_gate_up=True):
             return self._gemv.gate_up(x, layer.gate_up, layer.gate_up_bias)
-        both = super().linear(x, layer.gate_up, layer.gate_up_bias)
+        both = self._product(x, layer.gate_up, layer.gate_up_bias)
         if both.shape[0] > MAX_SILU_ROWS:
             return silu_mul(both)
         return launch_silu_mul(self._ends.silu_mul, both, both.new_empty(both.shape[0], both.shape[1] // 2))
@@ -193,10 +202,13 @@ class CudaOperators(TorchOperators):
         launch_advance_rows(self._ends.advance, ids, values, rows.token_ids, rows.positions, rows.step, rows.ring.device_words)
 
 
-def open_operators(step: EagerStep, num_ids: int, max_rows: int, max_context: int) -> tuple[CudaOperators, Callable[[], None]]:
+def open_operators(
+    step: EagerStep, num_ids: int, max_rows: int, max_context: int, is_fp8_scaled: bool = True
+) -> tuple[CudaOperators, Callable[[], None]]:
     """Operators for the model of `step`, and what raises when one of their kernels gave up. *Collective*.
 
-    `max_rows` rows at once, of up to `max_context` tokens. *Raises* `DoorbellError` when a kernel cannot be compiled.
+    `max_rows` rows at once in steady decode, of up to `max_context` tokens. `is_fp8_scaled`: many rows meet FP8 matrices as FP8
+    themselves. *Raises* `DoorbellError` when a kernel cannot be compiled.
     """
     build, comm = Build(default_cache_folder()), step.comm
     torch.cuda.set_device(step.device)  # a kernel is loaded on the current one
@@ -213,7 +225,8 @@ def open_operators(step: EagerStep, num_ids: int, max_rows: int, max_context: in
         load_add_norm(build, step.dtype),
         load_rotary_write(build, step.dtype),
     )
-    operators = CudaOperators(step, num_ids, peers, attention, gemv, ends)
+    scaled = open_scaled_linear(build) if is_fp8_scaled else None
+    operators = CudaOperators(step, num_ids, peers, attention, gemv, ends, scaled)
     return operators, peers.check
 
 

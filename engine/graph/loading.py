@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from comm.communicator import Communicator
@@ -25,18 +27,23 @@ def obstacle_to_graphs(settings: EngineSettings, device: torch.device, comm: Com
     return "" if comm.is_capturable else f"the all-reduce {comm.name} cannot be captured"
 
 
-def open_graphs(step: EagerStep, num_ids: int, limits: Limits, graph_tokens: int) -> tuple[BurstBackend, PrefillStep]:
+def open_graphs(
+    step: EagerStep, num_ids: int, limits: Limits, settings: EngineSettings, stock_up: Callable[[], None]
+) -> tuple[BurstBackend, PrefillStep]:
     """What decodes and what prefills. *Collective*.
 
     Decode steps are captured here, for all batches up to `limits.max_batch` rows, or to the largest bucket; prompts of up to
-    `graph_tokens` tokens by the first of each bucket. `num_ids`: ids from here on are never chosen.
+    `settings.graph_tokens` tokens by the first of each bucket. `num_ids`: ids from here on are never chosen.
+    `stock_up`: of `GraphPrefill`.
     """
     max_rows, max_pages = buckets_for(limits.max_batch)[-1], -(-limits.max_model_len // step.kv.page_size)
-    operators, check = open_operators(step, num_ids, max_rows, limits.max_model_len)
+    operators, check = open_operators(
+        step, num_ids, max_rows, limits.max_model_len, is_fp8_scaled=settings.fp8_products == "scaled"
+    )
 
     def check_all() -> None:
         check()
         step.comm.check()
 
     state = RowState(max_rows, max_pages, step.config.full_vocab, step.device, check_all)
-    return GraphStep(operators, state, limits.max_batch), GraphPrefill(operators, limits, graph_tokens)
+    return GraphStep(operators, state, limits.max_batch), GraphPrefill(operators, limits, settings.graph_tokens, stock_up)

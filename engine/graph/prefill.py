@@ -11,6 +11,7 @@ Padding comes behind the prompt: no real token sees it, and it has no slot, so n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
@@ -123,10 +124,17 @@ class TwinPrefill(_BucketedPrefill):
 
 
 class GraphPrefill(_BucketedPrefill):
-    """Padded steps in graphs on a GPU, for prompts of up to `graph_tokens` tokens (0: none)."""
+    """Padded steps in graphs on a GPU, for prompts of up to `graph_tokens` tokens (0: none).
 
-    def __init__(self, operators: Operators, limits: Limits, graph_tokens: int):
+    `stock_up()` lets torch hold memory for steps to come, on the current stream, and is called while no rank runs anything: for
+    ranks that share a GPU, who may not ask for any in mid-step (`engine/loading.py`).
+    """
+
+    def __init__(
+        self, operators: Operators, limits: Limits, graph_tokens: int, stock_up: Callable[[], None] = lambda: None
+    ):
         super().__init__(operators, limits, graph_tokens)
+        self._stock_up = stock_up
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         if self._buckets:
@@ -141,17 +149,21 @@ class GraphPrefill(_BucketedPrefill):
 
     def _first_run(self, bucket: int) -> torch.Tensor:
         """Compute the step plainly, which makes the libraries' workspaces as well, then capture it for the next. Waits."""
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
+        comm = self._operators.comm
+        torch.cuda.synchronize()
+        comm.barrier()
         with torch.cuda.stream(self._stream):
+            self._stock_up()
+            comm.barrier()
             found = self._step(bucket)
         torch.cuda.synchronize()
         # A capture frees and takes memory: where ranks share a GPU, nobody runs any while somebody captures.
-        self._operators.comm.barrier()
+        comm.barrier()
         graph = torch.cuda.CUDAGraph()
         # Other threads (rows being read, the watch over the peers) may do as they please meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits = self._step(bucket)
         self._graphs[bucket] = graph, logits
-        self._operators.comm.barrier()
+        self._stock_up()
+        comm.barrier()
         return found

@@ -102,15 +102,19 @@ def test_padding_writes_nowhere(folders, length):
             assert cache[:, is_new].isfinite().all() and cache[:, ~is_new].isnan().all(), count
 
 
+RULES = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1, "frequency_penalty": 0.1}
+
+
+@pytest.mark.parametrize("rules", ({}, {"temperature": 1.0}, RULES), ids=("greedy", "drawn", "filtered"))
 @pytest.mark.parametrize("lengths", ((100,), (700,), (60, 60, 200, 5)))
-def test_a_request_waits_at_most_twice(folders, lengths):
+def test_a_request_waits_at_most_twice(folders, lengths, rules):
     """Prefill and 128 tokens, once the graphs are there."""
     from engine.bench.host_syncs import count_host_syncs
 
     graph = open_replica(folders["qwen2"], "cuda", max_batch=4)
-    answer_on_gpu(graph, rows(lengths, 129))
+    answer_on_gpu(graph, rows(lengths, 129, **rules))
     runs = []
-    count = count_host_syncs(lambda: runs.append(answer_on_gpu(graph, rows(lengths, 129))))
+    count = count_host_syncs(lambda: runs.append(answer_on_gpu(graph, rows(lengths, 129, **rules))))
     print(f"prompts of {lengths} and 128 tokens more: {count} host syncs")
     assert count <= 2 and runs[0].stats.num_waits == 0
 

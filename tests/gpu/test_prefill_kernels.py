@@ -8,7 +8,10 @@ import torch
 from kernels.add_norm import add_norm, launch_add_norm, load_add_norm
 from kernels.build import Build, default_cache_folder
 from kernels.chunk_attention import chunk_attention, join_chunks, plan_chunk
+from kernels.fp8_linear import open_scaled_linear, scaled_linear
 from kernels.paged_attention import paged_attention, plan_row
+from kernels.quantize import FP8, quantize
+from kernels.quantize_rows import launch_quantize_rows, load_quantize_rows, quantize_rows
 from kernels.rotary import rotary_turns
 from kernels.rotary_write import launch_rotary_write, load_rotary_write, rotary_write
 from tests.gpu.test_embed_silu_kernels import bits, rand
@@ -100,3 +103,42 @@ def test_chunk_attention(dtype, is_scattered, window, num_q, num_kv, dim):
     found = chunk_attention(qkv, keys, values, join_chunks(chunks), size)
     scale = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}[dtype]
     torch.testing.assert_close(found, wanted, atol=scale, rtol=0)
+
+
+@pytest.mark.parametrize("rows, width", [(17, 64), (512, 8192), (3, 29568), (1, 8)])
+def test_quantize_rows(rows, width):
+    x = rand(rows + 1, width, dtype=torch.bfloat16) * torch.logspace(-4, 4, rows + 1, device="cuda").bfloat16()[:, None]
+    x[0, 1] = 0.0
+    before = x.clone()
+    data = torch.full((rows + 1, width), 1.0, device="cuda").to(FP8)
+    scale = torch.full((rows + 1,), NAN, device="cuda")
+    launch_quantize_rows(load_quantize_rows(BUILD), x[:rows], data[:rows], scale[:rows])
+    wanted, wanted_scale = quantize_rows(x[:rows])
+    torch.testing.assert_close(scale[:rows], wanted_scale, rtol=2e-7, atol=0)
+    found, wanted = data[:rows].view(torch.uint8), wanted.view(torch.uint8)
+    # A scale or its reciprocal may round to a neighbour, which moves a value that lies in the middle between two.
+    assert (found == wanted).float().mean() > 0.999 and ((found.int() - wanted.int()).abs() <= 1).all()
+    assert scale[rows].isnan() and (data[rows].float() == 1.0).all() and torch.equal(bits(x), bits(before))
+
+
+def test_quantize_rows_of_zeros_and_no_numbers():
+    x = torch.ones(4, 64, device="cuda", dtype=torch.bfloat16)
+    x[0], x[1, 3], x[2, 5] = 0.0, NAN, float("inf")
+    data, scale = torch.empty(4, 64, device="cuda", dtype=FP8), torch.empty(4, device="cuda")
+    launch_quantize_rows(load_quantize_rows(BUILD), x, data, scale)
+    product = data.float() * scale[:, None]
+    assert not product[0].any() and product[1].isnan().any() and product[2].isnan().any() and product[3].eq(1.0).all()
+
+
+@pytest.mark.parametrize("is_fast", (False, True))
+@pytest.mark.parametrize("has_bias", (False, True))
+@pytest.mark.parametrize("rows, inner, out", [(17, 64, 32), (512, 3584, 4608), (2048, 14784, 8192), (100, 8192, 29568)])
+def test_scaled_linear(rows, inner, out, has_bias, is_fast):
+    x, bias = rand(rows, inner, dtype=torch.bfloat16), rand(out, dtype=torch.bfloat16, seed=2) if has_bias else None
+    weight = quantize(rand(out, inner, dtype=torch.bfloat16, scale=0.02, seed=1), None, 1)
+    scaled = open_scaled_linear(BUILD, is_fast)
+    assert scaled.takes(x, weight)
+    found, wanted = scaled.linear(x, weight, bias), scaled_linear(x, weight, bias)
+    error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
+    print(f"{rows} x {inner} x {out}: relative error {error:.5f}")
+    assert found.dtype == torch.bfloat16 and error < (0.02 if is_fast else 0.004)
