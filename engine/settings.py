@@ -7,8 +7,8 @@ from dataclasses import dataclass
 DEFAULT_MAX_TOKENS = 512
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_NUM_DRAFTS = 4
-# The largest bucket of prefill. Between two buckets padding costs up to twice the multiplications, which a prompt of several
-# hundred tokens is bound by, so the best border is to be measured (`--graph-tokens` of the prefill bench).
+# The largest bucket of prefill. Padding costs multiplications, which a prompt of several hundred tokens is bound by, so the best
+# border is to be measured (`--graph-tokens` of the prefill bench).
 DEFAULT_GRAPH_TOKENS = 512
 MAX_NUM_DRAFTS = 16
 DEFAULT_KV_SHARE_CPU = 0.25  # of the memory that is free at start, over all ranks of the machine

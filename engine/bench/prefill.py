@@ -48,7 +48,7 @@ VLLM_TTFT_MS = {
     ("qwen2.5-72b", 2, "bf16", 1): {128: 65.9, 512: 94.3, 2048: 251.9},
     ("qwen2.5-72b", 2, "fp8", 1): {128: 100.1, 512: 102.7, 2048: 153.0},
 }
-WARM_UPS = 2  # the first call of a shape chooses its library kernels, or captures its graph
+WARM_UPS = 2  # the first call of a shape chooses its library kernels, the second captures its graph
 SYNC_TOKENS = 128  # a row, behind the first: what a request is taken to be where its host syncs are counted
 
 

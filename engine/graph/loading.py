@@ -33,7 +33,7 @@ def open_graphs(
     """What decodes and what prefills. *Collective*.
 
     Decode steps are captured here, for all batches up to `limits.max_batch` rows, or to the largest bucket; prompts of up to
-    `settings.graph_tokens` tokens by the first of each bucket. `num_ids`: ids from here on are never chosen.
+    `settings.graph_tokens` tokens by the second of each bucket. `num_ids`: ids from here on are never chosen.
     `stock_up`: of `GraphPrefill`.
     """
     max_rows, max_pages = buckets_for(limits.max_batch)[-1], -(-limits.max_model_len // step.kv.page_size)

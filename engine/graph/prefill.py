@@ -2,8 +2,8 @@
 
 A prompt alone of up to a few hundred tokens is bound by launches, so its step is padded to a bucket and replayed from a graph.
 Above, and for chunks behind cached tokens, several prompts, or prompts beside rows that decode, the same operators are launched
-one by one, and nothing waits. A bucket is captured when its first prompt comes, which is computed on the way: the start does not
-wait for graphs that nobody may need.
+one by one, and nothing waits. A bucket is captured when its second prompt comes, which is computed on the way: neither the start
+nor a first token waits for graphs that nobody may need.
 
 Padding comes behind the prompt: no real token sees it, and it has no slot, so nothing of it is written.
 """
@@ -26,7 +26,9 @@ from kernels.paged_attention import causal_mask
 from kernels.rotary import rotary_turns
 from kernels.rotary_write import NO_SLOT
 
-BUCKETS = (16, 32, 64, 128, 256, 512)  # tokens of a captured step
+# Tokens of a captured step. Denser from 128 on, where multiplications begin to outweigh the reading of the weights, so that
+# padding costs time.
+BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
 
 
 def buckets_up_to(num_tokens: int) -> tuple[int, ...]:
@@ -90,7 +92,7 @@ class _BucketedPrefill(PrefillStep, ABC):
         bucket = None
         if row.context_len == 0 and batch.logit_idx.numel() == 1:
             bucket = self.bucket(len(batch.rows), row.num_tokens)
-        if bucket is None:
+        if bucket is None or not self._is_due(bucket):
             return super().run(batch)
         self._token_ids[: row.num_tokens].copy_(batch.token_ids)
         self._slots[: row.num_tokens].copy_(batch.slots)
@@ -111,6 +113,10 @@ class _BucketedPrefill(PrefillStep, ABC):
         if window is not None and window < bucket:
             mask = causal_mask(bucket, 0, 0, window, self._turns.dtype, self._turns.device)
         return (Chunk(0, 1, bucket, bucket, mask=mask),)
+
+    def _is_due(self, bucket: int) -> bool:
+        """Whether a prompt of the bucket, which has come, is to be padded to it."""
+        return True
 
     @abstractmethod
     def _run(self, bucket: int) -> torch.Tensor: ...
@@ -135,10 +141,16 @@ class GraphPrefill(_BucketedPrefill):
     ):
         super().__init__(operators, limits, graph_tokens)
         self._stock_up = stock_up
+        self._asked_for: set[int] = set()
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         if self._buckets:
             self.description = f"graphs up to {self._graph_tokens} tokens, kernels one by one above"
+
+    def _is_due(self, bucket: int) -> bool:
+        is_due = bucket in self._asked_for
+        self._asked_for.add(bucket)
+        return is_due
 
     def _run(self, bucket: int) -> torch.Tensor:
         if bucket not in self._graphs:
@@ -148,7 +160,7 @@ class GraphPrefill(_BucketedPrefill):
         return logits
 
     def _first_run(self, bucket: int) -> torch.Tensor:
-        """Compute the step plainly, which makes the libraries' workspaces as well, then capture it for the next. Waits."""
+        """Compute the padded step plainly, which makes the libraries' workspaces as well, then capture it for the next. Waits."""
         comm = self._operators.comm
         torch.cuda.synchronize()
         comm.barrier()

@@ -104,7 +104,8 @@ def test_what_the_command_refuses():
 def test_the_plan_fits_the_machine():
     assert [bench.target for bench in plan_for(0)] == ["bench-cpu"]
     one = [bench.target for bench in plan_for(1)]
-    assert one == [f"bench-{name}" for name in ("decode", "prefill", "throughput", "coldstart", "attention", "products")]
+    names = ("decode", "prefill", "throughput", "coldstart", "attention", "products", "prefill-products")
+    assert one == [f"bench-{name}" for name in names]
     names = [bench.name for bench in plan_for(4)]
     assert names[: len(one)] == one and "bench-comm TP=4" in names and "bench-signal" in names and "bench-soak TP=4 MPS=" in names
     assert "bench-comm TP=8" in [bench.name for bench in plan_for(16)]

@@ -7,7 +7,7 @@ import torch
 
 from comm.single import SingleCommunicator
 from engine.graph.operators import TorchOperators
-from engine.graph.prefill import BUCKETS, TwinPrefill, buckets_up_to
+from engine.graph.prefill import BUCKETS, GraphPrefill, TwinPrefill, buckets_up_to
 from engine.replica import build_batch
 from engine.scheduler import Limits, ScheduledRow
 from engine.sequence import Sequence
@@ -66,7 +66,7 @@ def test_which_prompts_take_which_bucket(folders):
     step = make_step(folders["qwen2"], SingleCommunicator())
     operators = TorchOperators(step.config, step.plan, step.weights, step.comm, step.kv, 131)
     backend = TwinPrefill(operators, Limits(4, 200, 1024), graph_tokens=512)
-    assert [backend.bucket(1, length) for length in (1, 16, 17, 128, 129, 200, 201)] == [16, 16, 32, 128, 256, 256, None]
+    assert [backend.bucket(1, length) for length in (1, 16, 17, 128, 129, 200, 201)] == [16, 16, 32, 128, 192, 256, None]
     assert backend.bucket(2, 5) is None
     assert TwinPrefill(operators, Limits(4, 200, 1024), graph_tokens=0).bucket(1, 5) is None
 
@@ -153,3 +153,22 @@ def test_a_prompt_of_30_000_tokens(tmp_path):
     row = lambda: [request(prompt(30_000), max_tokens=4)]  # noqa: E731
     plain = answer(folder, row(), max_step_tokens=1000)
     assert answer(folder, row(), max_step_tokens=2048, bursts=prefill_for(512)).answers == plain.answers
+
+
+def test_a_bucket_is_captured_by_its_second_prompt(folders, monkeypatch):
+    """So neither the start nor a first token waits for a capture. The graph itself needs a GPU."""
+    step = make_step(folders["qwen2"], SingleCommunicator())
+    operators = TorchOperators(step.config, step.plan, step.weights, step.comm, step.kv, 131)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    backend = GraphPrefill(operators, Limits(4, 512, 1024), 512)
+    padded = []
+    monkeypatch.setattr(backend, "_run", lambda bucket: padded.append(bucket) or backend._step(bucket))
+    found = []
+    for length in (20, 100, 30, 100, 20):
+        sequence = Sequence(0, prompt(length), length, 999, pages=list(range(32)))
+        batch = build_batch([ScheduledRow.of(sequence, length)], step.kv.page_size, step.device)
+        found.append((length, backend.run(batch).clone()))
+    assert padded == [32, 128, 32]
+    for (_, plain), (_, later) in ((found[0], found[4]), (found[1], found[3])):
+        torch.testing.assert_close(later, plain, atol=TOLERANCE, rtol=0)
