@@ -31,6 +31,8 @@ class EngineSettings:
     until the graphs have passed all their tests on GPUs. `graph_tokens`: the longest prompt that is prefilled by a graph, where
     there are any; 0 for none. `fp8_products`: how more than a few rows are multiplied by FP8 matrices on a GPU: `scaled`, by FP8
     activations, or `widened`, by the matrix written out in bf16 (`kernels/fp8_linear.py`).
+    `overlap_tokens`: steps of at least so many tokens sum one half over the ranks while the other is multiplied, where each rank
+    has a GPU of its own; 0 for none, until it has been measured.
     """
 
     model: str
@@ -55,3 +57,4 @@ class EngineSettings:
     is_eager: bool = True
     graph_tokens: int = DEFAULT_GRAPH_TOKENS
     fp8_products: str = "scaled"
+    overlap_tokens: int = 0

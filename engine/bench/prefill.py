@@ -11,7 +11,7 @@ Start it with torchrun for TP above 1. `--shard-of N` measures one rank of N wit
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,8 @@ from engine.bench.load import (
 from engine.bench.records import Record, commit
 from engine.bench.roof import DATASHEET_TB_S, DATASHEET_TFLOP_S, floor_s, num_operations, weight_bytes
 from engine.loading import Blueprint
-from engine.settings import DEFAULT_GRAPH_TOKENS
+from engine.settings import DEFAULT_GRAPH_TOKENS, EngineSettings
+from kernels.fp8_linear import WAYS
 from launch.environment import Environment
 
 # vLLM's time to the first token in ms: by (model, tp, dtype, batch), then by prompt.
@@ -48,6 +49,7 @@ VLLM_TTFT_MS = {
     ("qwen2.5-72b", 2, "bf16", 1): {128: 65.9, 512: 94.3, 2048: 251.9},
     ("qwen2.5-72b", 2, "fp8", 1): {128: 100.1, 512: 102.7, 2048: 153.0},
 }
+DEFAULT_WAYS = {name: getattr(EngineSettings(""), name) for name in ("graph_tokens", "fp8_products", "overlap_tokens")}
 WARM_UPS = 2  # the first call of a shape chooses its library kernels, the second captures its graph
 SYNC_TOKENS = 128  # a row, behind the first: what a request is taken to be where its host syncs are counted
 
@@ -86,8 +88,19 @@ def prefill_floor_s(case: Case, blueprint: Blueprint) -> float:
     return floor_s(case, num_operations(blueprint.config, lengths, case.batch), weight_bytes(case, blueprint))
 
 
-def make_record(case: Case, timing: Timing, floor: float, backend: str, comm: str, step: str) -> Record:
-    """The record of a case on GPUs. `floor`: seconds; `step`: of `Engine.prefill_step`."""
+def make_record(
+    case: Case,
+    timing: Timing,
+    floor: float,
+    backend: str,
+    comm: str,
+    step: str,
+    ways: Mapping[str, object] = DEFAULT_WAYS,
+) -> Record:
+    """The record of a case on GPUs. `floor`: seconds; `step`: of `Engine.prefill_step`; `ways`: settings, of which the record
+    names those that are not the default."""
+    others = {name: value for name, value in ways.items() if value != DEFAULT_WAYS[name]}
+    known = {**vars(case), "backend": backend, "comm": comm, "step": step, **others}
     ttft_ms, num_tokens = timing.percentile(50), case.batch * case.prompt
     metrics = {
         "ttft_ms": ttft_ms,
@@ -102,7 +115,7 @@ def make_record(case: Case, timing: Timing, floor: float, backend: str, comm: st
     if peer_ms is not None and has_peer(case, comm):
         peer = {"name": VLLM, "ttft_ms": peer_ms, "prefill_tok_s": round(1e3 * num_tokens / peer_ms, 1)}
     ceiling = {"ttft_ms": 1e3 * floor, "prefill_tok_s": num_tokens / floor}
-    return Record("prefill", {**vars(case), "backend": backend, "comm": comm, "step": step}, metrics, ceiling, peer, checked=True)
+    return Record("prefill", known, metrics, ceiling, peer, checked=True)
 
 
 def describe(record: Record) -> list[str]:
@@ -127,17 +140,22 @@ def describe(record: Record) -> list[str]:
 @click.option("--prompt", type=click.IntRange(1), default=512, show_default=True, help="Tokens of a prompt.")
 @click.option("--graph-tokens", type=click.IntRange(0), default=DEFAULT_GRAPH_TOKENS, show_default=True,
               help="The longest prompt that takes a graph; 0 for none.")
+@click.option("--fp8-products", type=click.Choice(WAYS), default="scaled", show_default=True,
+              help="How many rows meet FP8 matrices.")
+@click.option("--overlap-tokens", type=click.IntRange(0), default=0, show_default=True,
+              help="Sum halves of steps of so many tokens while the others are multiplied; 0 for never.")
 @click.option("--repeats", type=click.IntRange(1), default=21, show_default=True)
 def main(
     model: str, dtype: str, shard_of: int | None, eager: bool, device: str, record: Path | None, batch: int, prompt: int,
-    graph_tokens: int, repeats: int,
+    graph_tokens: int, fp8_products: str, overlap_tokens: int, repeats: int,
 ) -> None:  # fmt: skip
     """Time the first tokens of one case on all ranks of this world."""
     refuse_cpu_record(record, device)
     commit()
     environment = Environment.read()
     case = Case.here(model, device, dtype, batch, prompt, 1, shard_of)
-    sizes = {"max_model_len": prompt + 1 + SYNC_TOKENS, "graph_tokens": graph_tokens}
+    ways = {"graph_tokens": graph_tokens, "fp8_products": fp8_products, "overlap_tokens": overlap_tokens}
+    sizes = {"max_model_len": prompt + 1 + SYNC_TOKENS, **ways}
     with errors_in_one_line(), open_engine(case, model, device, shard_of, eager, **sizes) as engine:
         timing = time_prefill(engine, case, repeats)
         floor, backend, comm = prefill_floor_s(case, engine.blueprint), engine.backend, engine.comm.name
@@ -147,7 +165,7 @@ def main(
     if device == "cpu":
         click.echo(f"{timing.percentile(50):.3f} ms to the first token of {batch} rows")
         return
-    result = make_record(case, timing, floor, backend, comm, step)
+    result = make_record(case, timing, floor, backend, comm, step, ways)
     click.echo("\n".join(describe(result)))
     if record is not None:
         result.append_to(record, device_name(shard_of), "engine.bench.prefill", environment.world_size)

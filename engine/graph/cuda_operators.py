@@ -14,6 +14,7 @@ from comm.device_single import DeviceSingle
 from engine.eager import EagerStep
 from engine.graph.chunk_tokens import ChunkTokens
 from engine.graph.operators import TorchOperators
+from engine.graph.overlapped_sums import OverlappedSums
 from engine.graph.row_state import DeviceRows
 from engine.rope import inverse_frequencies
 from engine.weights import LayerWeights
@@ -29,6 +30,7 @@ from kernels.filter_logits import MAX_IDS, filter_logits, launch_filter_logits, 
 from kernels.fp8_linear import ScaledLinear, open_scaled_linear
 from kernels.gemv import Gemv, load_gemv
 from kernels.launch_kernel import Kernel
+from kernels.quantize import Fp8Weight
 from kernels.rotary import rotary_turns
 from kernels.rotary_write import launch_rotary_write, load_rotary_write, rotary_write, takes_rotary_write
 from kernels.silu_mul import MAX_ROWS as MAX_SILU_ROWS
@@ -52,7 +54,7 @@ class EndKernels:
 class CudaOperators(TorchOperators):
     """`peers` holds the collectives; `attention` is None for shapes that its kernel does not take. `scaled`: for many rows by
     an FP8 matrix; None widens the matrix. A product of few rows is fp32 parts `[num_parts, rows, out]`, of more a tensor of the
-    model's dtype."""
+    model's dtype. `sums`: for products of many rows that are summed over the ranks; None sums them whole."""
 
     def __init__(
         self,
@@ -63,9 +65,11 @@ class CudaOperators(TorchOperators):
         gemv: Gemv,
         ends: EndKernels,
         scaled: ScaledLinear | None = None,
+        sums: OverlappedSums | None = None,
     ):
         super().__init__(step.config, step.plan, step.weights, step.comm, step.kv, num_ids)
         self._peers, self._attention, self._gemv, self._ends, self._scaled = peers, attention, gemv, ends, scaled
+        self._sums = sums
         row_bytes = step.config.hidden_size * step.dtype.itemsize
         self._is_norm_fused, self._is_sum_fused = _takes_norm(row_bytes), takes_add_norm(row_bytes)
         self._is_rotary_fused = takes_rotary_write(step.config.head_dim, step.dtype)
@@ -161,16 +165,27 @@ class CudaOperators(TorchOperators):
 
     def reduce_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if not self._is_norm_fused or residual.shape[0] > FUSED_ROWS:
-            return self._add_norm(self.comm.all_reduce(self._rounded(x)), residual, weight)
+            total = self.comm.all_reduce(self._rounded(x))
+            return self._add_norm(total, residual, weight, total)  # the sum is nobody's but ours: its memory serves again
         normed = torch.empty_like(residual)
         collectives = self._peers.collectives
         return collectives.all_reduce_lamport_norm(x, residual, weight, self.config.rms_norm_eps, normed)
 
-    def _add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def product_norm(
+        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor
+    ) -> torch.Tensor:
+        is_widened = isinstance(weight, Fp8Weight) and self._scaled is None  # each part would widen it again
+        if self._sums is None or is_widened or x.shape[0] < self._sums.min_rows:
+            return super().product_norm(x, weight, bias, residual, norm)
+        out = torch.empty_like(residual)
+        for rows, total in self._sums.parts(x.shape[0], lambda rows: self._product(x[rows], weight, bias)):
+            self._add_norm(total, residual[rows], norm, out[rows])
+        return out
+
+    def _add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         if not self._is_sum_fused:
-            return add_norm(x, residual, weight, self.config.rms_norm_eps)
-        # The sum over the ranks is nobody's but ours: its memory serves again.
-        return launch_add_norm(self._ends.add_norm, x, residual, weight, self.config.rms_norm_eps, x)
+            return out.copy_(add_norm(x, residual, weight, self.config.rms_norm_eps))
+        return launch_add_norm(self._ends.add_norm, x, residual, weight, self.config.rms_norm_eps, out)
 
     def choose(self, rows: DeviceRows, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.whole(logits)
@@ -203,12 +218,12 @@ class CudaOperators(TorchOperators):
 
 
 def open_operators(
-    step: EagerStep, num_ids: int, max_rows: int, max_context: int, is_fp8_scaled: bool = True
+    step: EagerStep, num_ids: int, max_rows: int, max_context: int, is_fp8_scaled: bool = True, overlap_tokens: int = 0
 ) -> tuple[CudaOperators, Callable[[], None]]:
     """Operators for the model of `step`, and what raises when one of their kernels gave up. *Collective*.
 
     `max_rows` rows at once in steady decode, of up to `max_context` tokens. `is_fp8_scaled`: many rows meet FP8 matrices as FP8
-    themselves. *Raises* `DoorbellError` when a kernel cannot be compiled.
+    themselves. `overlap_tokens`: of `EngineSettings`. *Raises* `DoorbellError` when a kernel cannot be compiled.
     """
     build, comm = Build(default_cache_folder()), step.comm
     torch.cuda.set_device(step.device)  # a kernel is loaded on the current one
@@ -226,7 +241,9 @@ def open_operators(
         load_rotary_write(build, step.dtype),
     )
     scaled = open_scaled_linear(build) if is_fp8_scaled else None
-    operators = CudaOperators(step, num_ids, peers, attention, gemv, ends, scaled)
+    is_overlapped = overlap_tokens > 0 and comm.size > 1 and peers.is_one_rank_per_gpu
+    sums = OverlappedSums(comm, overlap_tokens) if is_overlapped else None
+    operators = CudaOperators(step, num_ids, peers, attention, gemv, ends, scaled, sums)
     return operators, peers.check
 
 

@@ -38,7 +38,12 @@ def open_graphs(
     """
     max_rows, max_pages = buckets_for(limits.max_batch)[-1], -(-limits.max_model_len // step.kv.page_size)
     operators, check = open_operators(
-        step, num_ids, max_rows, limits.max_model_len, is_fp8_scaled=settings.fp8_products == "scaled"
+        step,
+        num_ids,
+        max_rows,
+        limits.max_model_len,
+        is_fp8_scaled=settings.fp8_products == "scaled",
+        overlap_tokens=settings.overlap_tokens,
     )
 
     def check_all() -> None:

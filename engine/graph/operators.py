@@ -76,6 +76,12 @@ class Operators(Protocol):
     def reduce_norm(self, x: Any, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """`residual += sum of x over the ranks`, in place; returns `RMSNorm(residual) * weight`. *Collective*."""
 
+    def product_norm(
+        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor
+    ) -> torch.Tensor:
+        """`reduce_norm` of a `linear`, with `norm` as its weight; of many rows maybe in parts, the sum of one while the next is
+        multiplied. *Collective*."""
+
     def choose(self, rows: DeviceRows, logits: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row's next token, int64 `[rows]`, and its logit, fp32 `[rows]`, the same on all ranks. *Collective*.
 
@@ -188,6 +194,11 @@ class TorchOperators:
 
     def reduce_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return add_norm(self.comm.all_reduce(x), residual, weight, self.config.rms_norm_eps)
+
+    def product_norm(
+        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor
+    ) -> torch.Tensor:
+        return self.reduce_norm(self.linear(x, weight, bias), residual, norm)
 
     def choose(self, rows: DeviceRows, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if rows.filters is not None:

@@ -24,7 +24,7 @@ def prefill_step(operators: Operators, tokens: ChunkTokens) -> torch.Tensor:
             if tokens.logit_idx.numel() == 0:
                 return torch.empty(0, operators.plan.local_vocab, dtype=torch.float32, device=x.device)
             heads, residual = heads.index_select(0, tokens.logit_idx), residual.index_select(0, tokens.logit_idx)
-        x = operators.reduce_norm(operators.linear(heads, layer.o, layer.o_bias), residual, layer.mlp_norm)
+        x = operators.product_norm(heads, layer.o, layer.o_bias, residual, layer.mlp_norm)
         hidden = operators.gate_up(x, layer)
-        x = operators.reduce_norm(operators.linear(hidden, layer.down, layer.down_bias), residual, norms[layer_idx])
+        x = operators.product_norm(hidden, layer.down, layer.down_bias, residual, norms[layer_idx])
     return operators.whole(operators.linear(x, weights.head)).float()

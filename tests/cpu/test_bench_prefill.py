@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from engine.bench.host_syncs import count_host_syncs
 from engine.bench.load import VLLM, Case, open_engine
-from engine.bench.prefill import Timing, describe, main, make_record, prefill_floor_s, time_prefill
+from engine.bench.prefill import DEFAULT_WAYS, Timing, describe, main, make_record, prefill_floor_s, time_prefill
 from engine.bench.roof import floor_s, num_operations, num_pairs
 from engine.loading import draw_blueprint
 from engine.settings import EngineSettings
@@ -100,6 +100,12 @@ def test_what_is_not_counted_or_not_comparable_is_not_recorded():
     assert make_record(case(batch=2), Timing((20.0,), 6), 7e-3, "graph", "none", "graph").metrics["host_syncs_per_request"] == 3.0
     assert not make_record(case("qwen2.5-7b"), Timing((20.0,), 6), 7e-3, "graph", "loopback", "graph").peer
     assert not make_record(case("qwen2.5-7b", ranks_per_gpu=2), Timing((20.0,), 6), 7e-3, "graph", "ipc", "graph").peer
+
+
+def test_ways_that_are_not_the_default_are_recorded():
+    ways = {**DEFAULT_WAYS, "graph_tokens": 0, "fp8_products": "widened"}
+    found = make_record(case("qwen2.5-7b"), Timing((20.0,), 6), 7e-3, "graph", "none", "kernels", ways)
+    assert {name: found.case.get(name) for name in ways} == {**ways, "overlap_tokens": None}
 
 
 def test_waits_are_counted_by_torchs_own_warnings(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from comm.vocabulary import best_of_ranks, local_best
 from engine.graph import cuda_operators
 from engine.graph.cuda_operators import CudaOperators, EndKernels
 from engine.graph.operators import _exchange
+from engine.graph.overlapped_sums import OverlappedSums
 from engine.graph.prefill import TwinPrefill
 from engine.graph.row_state import RowState
 from engine.graph.step import TwinBurst
@@ -185,3 +187,27 @@ def test_many_rows_by_an_fp8_matrix(size, tmp_path, monkeypatch, twin_kernels):
     plain = answer(folder, rows(), size, dtype="fp8", max_batch=1)
     same = sum(ids == wanted for ids, wanted in zip(run.token_ids, plain.token_ids))
     assert same >= 2, (run.token_ids, plain.token_ids)  # the last layer's rounding may turn a near tie
+
+
+@pytest.mark.parametrize("size", (1, 2, 3))
+def test_products_that_are_summed_in_parts(size, tmp_path, monkeypatch, twin_kernels):
+    """The second stream is a twin: what is summed, in which order, and that each sum is waited for before it is used."""
+    waits = []
+    side = SimpleNamespace(wait_stream=lambda stream: None, record_event=lambda: len(waits))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: side)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=waits.append))
+
+    def bursts(replica):
+        step, limits = replica.backend, replica.scheduler.limits
+        ends, sums = EndKernels(*[None] * 6), OverlappedSums(replica.comm, min_rows=5)
+        operators = CudaOperators(step, replica.full_vocab, TwinPeers(replica.comm), None, TwinGemv(0), ends, sums=sums)
+        replica.backend = TwinPrefill(operators, limits, graph_tokens=0)
+        return TwinBurst(operators, RowState(8, 8, replica.full_vocab, CPU, replica.comm.check))
+
+    folder = save_model(make_model("qwen2", max_position_embeddings=128), tmp_path)
+    rows = lambda: [request(text, max_tokens=6) for text in ([3] * 5, [4] * 21, [5] * 4)]  # noqa: E731
+    plain = answer(folder, rows(), size, max_batch=1)
+    assert answer(folder, rows(), size, max_batch=1, bursts=bursts).answers == plain.answers
+    # Two prompts are long enough, o and down of the first layer alone: the last layer has the one token that is asked for.
+    assert len(waits) == 2 * 2 * 2 * size

@@ -1,4 +1,4 @@
-"""Captured decode steps of 2, 4 and 8 ranks against eager steps of the same ranks; 4 and 8 share GPUs and need MPS.
+"""Captured steps of 2, 4 and 8 ranks against eager steps of the same ranks; 4 and 8 share GPUs and need MPS.
 
 `python -m pytest -q tests/ranks/test_graph_ranks.py`, about 40 s a degree.
 """
@@ -20,10 +20,18 @@ VOCAB = 1009
 QWEN = {"top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
 
 
-def rows(count: int, max_tokens: int, **options) -> list:
+# Rows, their tokens, the numbers of their prompts, and their options. Prompts alone are prefilled plainly, then by padded steps
+# (the second of a bucket captures), then from graphs.
+CASES = (
+    (1, 60, 0, {}), (3, 40, 0, {}), (20, 25, 0, {}), (2, 60, 0, QWEN), (20, 25, 0, QWEN), (3, 20, 0, {}),
+    *((1, 6, number, {}) for number in range(1, 13)),
+)  # fmt: skip
+
+
+def rows(count: int, max_tokens: int, number: int, **options) -> list:
     from tests.cpu.engine_harness import request
 
-    rng = random.Random(count)
+    rng = random.Random(count + 1000 * number)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 70))] for _ in range(count)]
     return [
         request(prompt, idx, max_tokens=max_tokens, temperature=float(idx % 2), **options) for idx, prompt in enumerate(prompts)
@@ -47,22 +55,24 @@ def answer_in_turn(rank: int, size: int, folder: str) -> list:
     replicas = []
     for is_eager in (True, False):
         settings = EngineSettings(
-            folder, device="cuda", dtype="float32", is_gpu_sharing=True, kv_memory_bytes=1 << 24, max_batch=9, is_eager=is_eager
-        )
+            folder, device="cuda", dtype="float32", is_gpu_sharing=True, kv_memory_bytes=1 << 24, max_batch=9, is_eager=is_eager,
+            overlap_tokens=129,  # of two ranks with a GPU each: steps of several prompts
+        )  # fmt: skip
         replicas.append(build_replica(draw_blueprint(settings, world), world, comm))
     assert replicas[1].burst_backend is not None, replicas[1].why_single
     outcomes = []
-    for count, max_tokens, options in ((1, 60, {}), (3, 40, {}), (20, 25, {}), (2, 60, QWEN), (20, 25, QWEN), (3, 20, {})):
+    for count, max_tokens, number, options in CASES:
         runs = []
         for replica in replicas:
             run = Run(answers=[[] for _ in range(count)])
             if rank:
                 assert follow(replica) == 0
             else:
-                lead_all(replica, rows(count, max_tokens, **options), run)
+                lead_all(replica, rows(count, max_tokens, number, **options), run)
             runs.append(run)
         outcomes.append((runs[1].token_ids if rank == 0 else [], runs[0].token_ids if rank == 0 else [],
                          runs[1].stats.num_waits, replicas[1].digest))  # fmt: skip
+    assert len(replicas[1].backend._graphs) >= 2
     torch.cuda.synchronize()
     comm.close()
     return outcomes
