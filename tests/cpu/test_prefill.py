@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -172,3 +175,33 @@ def test_a_bucket_is_captured_by_its_second_prompt(folders, monkeypatch):
     assert padded == [32, 128, 32]
     for (_, plain), (_, later) in ((found[0], found[4]), (found[1], found[3])):
         torch.testing.assert_close(later, plain, atol=TOLERANCE, rtol=0)
+
+
+def test_a_capture_keeps_to_the_order_of_ranks_that_share_a_gpu(folders, monkeypatch):
+    """What asks for memory, or gives it back, does so while all ranks are idle; the capture's own result is what is replayed."""
+    step = make_step(folders["qwen2"], SingleCommunicator())
+    operators = TorchOperators(step.config, step.plan, step.weights, step.comm, step.kv, 131)
+    calls = []
+    graph = SimpleNamespace(replay=lambda: calls.append("replay"))
+
+    def capture(captured, pool, stream, capture_error_mode):
+        assert captured is graph and capture_error_mode == "thread_local"
+        calls.append("capture")
+        return nullcontext()
+
+    for name, fake in {
+        "graph_pool_handle": lambda: (0, 0), "Stream": lambda: None, "stream": lambda stream: nullcontext(),
+        "synchronize": lambda: calls.append("synchronize"), "CUDAGraph": lambda: graph, "graph": capture,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(step.comm, "barrier", lambda: calls.append("barrier"))
+    backend = GraphPrefill(operators, Limits(4, 512, 1024), 512, stock_up=lambda: calls.append("stock up"))
+    run_step = backend._step
+    monkeypatch.setattr(backend, "_step", lambda bucket: calls.append("step") or run_step(bucket))
+    sequence = Sequence(0, prompt(20), 20, 999, pages=list(range(8)))
+    batch = build_batch([ScheduledRow.of(sequence, 20)], step.kv.page_size, step.device)
+    plain, first, replayed = (backend.run(batch).clone() for _ in range(3))
+    idle = ["synchronize", "barrier"]
+    assert calls == [*idle, "stock up", "barrier", "step", *idle, "capture", "step", "stock up", "barrier", "replay"]
+    torch.testing.assert_close(first, plain, atol=TOLERANCE, rtol=0)
+    assert torch.equal(replayed, first)
