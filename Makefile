@@ -28,6 +28,8 @@ PROMPT   ?= 512
 REQUESTS ?= 1024
 SHARD_OF ?=
 EAGER    ?=
+# The longest prompt that takes a graph in bench-prefill; empty for the default, 0 for none.
+GRAPH_TOKENS ?=
 # How often a case is timed; empty for what the bench chooses.
 REPEATS  ?=
 LOAD_FORMAT ?= dummy
@@ -40,7 +42,8 @@ ARCH     ?= sm_90a
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo test test-gpu test-ranks memcheck lint kernels bench bench-comm bench-signal bench-soak bench-attention \
-	bench-products bench-decode bench-prefill bench-stages bench-throughput bench-drift bench-coldstart bench-cpu results clean
+	bench-products bench-prefill-products bench-decode bench-prefill bench-stages bench-throughput bench-drift bench-coldstart \
+	bench-cpu results clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -100,6 +103,9 @@ bench-attention:  ## On a machine with a GPU: decode attention beside torch's
 bench-products:  ## On a machine with a GPU: the products of decode steps beside cuBLAS
 	$(PYTHON) -m engine.bench.gemv --record results/product.jsonl
 
+bench-prefill-products:  ## On a machine with a GPU: the products of prefill, in bf16 and by FP8 matrices in every way
+	$(PYTHON) -m engine.bench.prefill_products --record results/prefill_product.jsonl
+
 ENGINE_BENCHES := bench-decode bench-prefill bench-stages bench-throughput bench-drift bench-coldstart
 $(ENGINE_BENCHES): MODEL := qwen2.5-7b
 $(ENGINE_BENCHES): TP := 1
@@ -122,22 +128,23 @@ run-engine-bench = $(CHECK_CASE)$(MPS) $(PYTHON) $(if $(filter 1,$(TP)),,-m torc
 REPEATS_OPTION = $(if $(REPEATS),--repeats $(REPEATS))
 
 bench-decode:  ## On a machine with GPUs: ms a token; MODEL= TP= DTYPE= BATCH= PROMPT= OUTPUT= SHARD_OF= EAGER=1, MPS= where ranks share a GPU
-	$(call unused,REQUESTS LOAD_FORMAT)$(call run-engine-bench,decode) --output $(OUTPUT) $(REPEATS_OPTION)
+	$(call unused,REQUESTS LOAD_FORMAT GRAPH_TOKENS)$(call run-engine-bench,decode) --output $(OUTPUT) $(REPEATS_OPTION)
 
-bench-prefill:  ## On a machine with GPUs: ms to the first token; the variables of bench-decode but OUTPUT=
-	$(call unused,OUTPUT REQUESTS LOAD_FORMAT)$(call run-engine-bench,prefill) $(REPEATS_OPTION)
+bench-prefill:  ## On a machine with GPUs: ms to the first token; the variables of bench-decode but OUTPUT=, and GRAPH_TOKENS=
+	$(call unused,OUTPUT REQUESTS LOAD_FORMAT)$(call run-engine-bench,prefill) $(REPEATS_OPTION) \
+	  $(if $(GRAPH_TOKENS),--graph-tokens $(GRAPH_TOKENS))
 
 bench-stages:  ## On a machine with GPUs: where a decode step's and a prefill's time goes, by stages; the variables of bench-decode
-	$(call unused,REQUESTS LOAD_FORMAT)$(call run-engine-bench,stages) --output $(OUTPUT) $(REPEATS_OPTION)
+	$(call unused,REQUESTS LOAD_FORMAT GRAPH_TOKENS)$(call run-engine-bench,stages) --output $(OUTPUT) $(REPEATS_OPTION)
 
 bench-throughput:  ## On a machine with GPUs: REQUESTS= of mixed lengths at once, tok/s; the variables of bench-decode
-	$(call unused,REPEATS LOAD_FORMAT)$(call run-engine-bench,throughput) --output $(OUTPUT) --requests $(REQUESTS)
+	$(call unused,REPEATS LOAD_FORMAT GRAPH_TOKENS)$(call run-engine-bench,throughput) --output $(OUTPUT) --requests $(REQUESTS)
 
 bench-drift:  ## On a machine with GPUs: REQUESTS= prompts through a full batch, tok/s of each tenth, equal tokens on TP= ranks
-	$(call unused,REPEATS LOAD_FORMAT SHARD_OF)$(call run-engine-bench,drift) --output $(OUTPUT) --requests $(REQUESTS)
+	$(call unused,REPEATS LOAD_FORMAT SHARD_OF GRAPH_TOKENS)$(call run-engine-bench,drift) --output $(OUTPUT) --requests $(REQUESTS)
 
 bench-coldstart:  ## On a machine with GPUs: seconds from a process to its first token; MODEL= TP= DTYPE= BATCH= PROMPT= LOAD_FORMAT=auto MPS=
-	$(call unused,OUTPUT REQUESTS SHARD_OF EAGER)$(CHECK_CASE)$(call one-of,LOAD_FORMAT,dummy auto)$(MPS) $(PYTHON) -m engine.bench.coldstart --model $(MODEL) --tp $(TP) --dtype $(DTYPE) \
+	$(call unused,OUTPUT REQUESTS SHARD_OF EAGER GRAPH_TOKENS)$(CHECK_CASE)$(call one-of,LOAD_FORMAT,dummy auto)$(MPS) $(PYTHON) -m engine.bench.coldstart --model $(MODEL) --tp $(TP) --dtype $(DTYPE) \
 	  --batch $(BATCH) --prompt $(PROMPT) --load-format $(LOAD_FORMAT) $(REPEATS_OPTION) --record results/coldstart.jsonl
 
 bench-cpu: model  ## Decode and prefill against transformers on the default model, batch 1 and 8
@@ -153,7 +160,7 @@ results: $(PLOTTER)  ## Make results/README.md and its plots from the records in
 # A machine with a GPU brings its own torch.
 HAS_GPU := $(wildcard /dev/nvidia0)
 bench: $(if $(HAS_GPU),,$(STAMP))  ## Every bench that this machine can run, with the plan first
-	$(call unused,MODEL TP DTYPE BATCH PROMPT OUTPUT REQUESTS SHARD_OF EAGER REPEATS LOAD_FORMAT CALLS MPS)\
+	$(call unused,MODEL TP DTYPE BATCH PROMPT OUTPUT REQUESTS SHARD_OF EAGER REPEATS LOAD_FORMAT GRAPH_TOKENS CALLS MPS)\
 	  $(if $(HAS_GPU),$(PYTHON),$(BIN)/python) -m engine.bench.plan
 
 clean:  ## Remove .venv, the model and caches

@@ -24,6 +24,7 @@ from engine.completion import Completion
 from engine.drafts.loading import build_speculation
 from engine.drafts.speculation import DraftStats
 from engine.frontend import Frontend, checked_seed
+from engine.graph.prefill import PrefillStep
 from engine.leader import Leader
 from engine.loading import build_replica, draw_blueprint, open_communicator
 from engine.loop import ListSource, RunStats, follow, lead
@@ -115,6 +116,13 @@ class Engine:
     def backend(self) -> str:
         """What decode steps run on: `graph` or `eager`."""
         return "eager" if self.replica.burst_backend is None else "graph"
+
+    def prefill_step(self, num_rows: int, num_tokens: int) -> str:
+        """What computes `num_rows` new prompts of `num_tokens` tokens in a step: `graph`, `kernels` (one by one), or `eager`."""
+        backend = self._replica.backend
+        if not isinstance(backend, PrefillStep):
+            return "eager"
+        return "kernels" if backend.bucket(num_rows, num_tokens) is None else "graph"
 
     def generate(
         self,

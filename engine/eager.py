@@ -44,6 +44,8 @@ class EagerStep:
     Takes the weights over: on a CPU it packs their matrices in place.
     """
 
+    description = "plain torch operations"
+
     def __init__(self, config: ModelConfig, plan: ShardPlan, weights: ModelWeights, comm: Communicator, kv: KvCache):
         self.config, self.plan, self.weights, self.comm, self.kv = config, plan, weights, comm, kv
         self.dtype, self.device = weights.embedding.dtype, weights.embedding.device

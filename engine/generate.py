@@ -130,7 +130,7 @@ def option(*names: str, **settings: object):
 @option("--shard-of", type=click.IntRange(1), metavar="N", show_default="off",
         help="Measure one rank of N in one process: rank 0's shard, no communication, meaningless answers.")
 @option("--graphs/--eager", "graphs", default=True, show_default="--graphs",
-        help="On a GPU: decode steps as CUDA graphs of Doorbell's kernels, or plain torch steps, to try in doubt.")
+        help="On a GPU: Doorbell's kernels, in CUDA graphs where they help, or plain torch steps, to try in doubt.")
 @option("--threads", type=click.IntRange(1), metavar="N", show_default="cores / ranks", help="CPU threads a rank.")
 # Speculation
 @option("--ngram", "is_ngram", is_flag=True, help="Guess tokens from what the row has said before; the answers stay the same.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from engine.settings import MAX_NUM_DRAFTS, EngineSettings
 from engine.shapes import named_config
 from engine.shard_plan import ShardPlan
 from engine.weights import ModelWeights, dummy_weights, load_weights
+from kernels.fp8_linear import WAYS
 from launch.errors import KernelBuildError, ModelError, UsageError
 from launch.world import World
 
@@ -63,6 +65,8 @@ def draw_blueprint(settings: EngineSettings, world: World) -> Blueprint:
 
     *Raises* `ModelError` or `UsageError` naming what is wrong.
     """
+    if settings.fp8_products not in WAYS:
+        raise UsageError(f"fp8_products must be {' or '.join(WAYS)}, not {settings.fp8_products!r}")
     check_speculation(settings)
     check_shard_of(settings, world)
     config, checkpoint = _open_model(settings)
@@ -165,11 +169,12 @@ def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> tuple
 STOCK_BYTES = 512 << 20  # of activations; steps of small models, which is what ranks share GPUs for, stay below
 
 
-def _stock_up(device: torch.device) -> None:
+def _stock_up(device: torch.device, is_gpu_sharing: bool) -> None:
     """Let torch hold memory for the steps to come; after captures, which give back what it holds. Where ranks share a GPU, asking
     for more waits for the peers' kernels, and these may wait for this rank: eight ranks stood still so until the deadline.
     """
-    torch.empty(STOCK_BYTES, dtype=torch.uint8, device=device)
+    if is_gpu_sharing and device.type == "cuda":
+        torch.empty(STOCK_BYTES, dtype=torch.uint8, device=device)
 
 
 def build_replica(
@@ -180,7 +185,7 @@ def build_replica(
     num_ids: int | None = None,
     phases: Phases | None = None,
 ) -> Replica:
-    """Read the weights, reserve the KV cache, and capture the decode steps if there are to be any. *Collective*.
+    """Read the weights, reserve the KV cache, and set up graphs if there are to be any. *Collective*.
 
     `progress(done_bytes, total_bytes)`. `num_ids`, on rank 0: ids that the tokenizer has; None for the whole vocabulary.
     `phases`: is told of the ends of `weights` (with the cache) and `graphs` (kernels that had to be built included).
@@ -201,17 +206,19 @@ def build_replica(
     backend = EagerStep(config, plan, weights, comm, kv)
     profiler = Profiler(clock_of(blueprint.device)) if settings.is_profiled else NO_PROFILER
     replica = Replica(scheduler, backend, comm, config.full_vocab, blueprint.device, profiler)
+    stock_up = partial(_stock_up, blueprint.device, settings.is_gpu_sharing)
     replica.why_single = obstacle_to_graphs(settings, blueprint.device, comm)
     if not replica.why_single:
         num_ids = comm.broadcast_ints([config.full_vocab if num_ids is None else num_ids] if comm.rank == 0 else None)[0]
         try:
-            replica.burst_backend = open_graphs(backend, num_ids, scheduler.limits, profiler)
+            replica.burst_backend, replica.backend = open_graphs(
+                backend, num_ids, scheduler.limits, settings, stock_up, profiler
+            )
         except (KernelBuildError, ImportError) as error:
             if comm.size > 1:  # the others may not have met it
                 raise
             replica.why_single = f"the kernels are not to be had: {error}"
-    if settings.is_gpu_sharing and blueprint.device.type == "cuda":
-        _stock_up(blueprint.device)
+    stock_up()
     phases.end("graphs")
     return replica
 

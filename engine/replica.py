@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence as Ints
 from typing import Protocol
 
+import numpy
 import torch
 
 from comm.communicator import Communicator
@@ -18,10 +19,14 @@ from engine.scheduler import ScheduledRow, Scheduler
 from engine.sequence import Sequence
 from engine.step_batch import RowSpan, StepBatch
 from engine.step_message import StepMessage
+from kernels.upload import upload
 
 
 class StepBackend(Protocol):
-    """Computes one step: fp32 logits `[num_logits, local_vocab]` of this rank's vocabulary rows. `marks`: as `EagerStep.run`."""
+    """Computes one step: fp32 logits `[num_logits, local_vocab]` of this rank's vocabulary rows, good until the next one.
+    `description`: of how, for the start summary. `marks`: as `EagerStep.run`."""
+
+    description: str
 
     def run(self, batch: StepBatch, marks: Marks = NO_MARKS) -> torch.Tensor: ...
 
@@ -133,23 +138,23 @@ class Replica:
 
 
 def build_batch(rows: list[ScheduledRow], page_size: int, device: torch.device) -> StepBatch:
-    """Lay the scheduled tokens of `rows` one after the other."""
+    """Lay the scheduled tokens of `rows` one after the other. *Stream*: all goes to `device` in one copy, not waited for."""
     token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
     logit_idx: list[int] = []
     spans: list[RowSpan] = []
     for row in rows:
         sequence, start = row.sequence, len(token_ids)
-        first, last = row.first, row.first + row.num_tokens
-        token_ids += sequence.token_ids[first:last]
+        token_ids += sequence.token_ids[row.first : row.first + row.num_tokens - len(row.draft_ids)]
         token_ids += row.draft_ids
-        positions += range(first, last)
-        slots += [sequence.pages[pos // page_size] * page_size + pos % page_size for pos in range(first, last)]
-        spans.append(RowSpan(start, row.num_tokens, first, tuple(sequence.pages)))
+        spans.append(RowSpan(start, row.num_tokens, row.first, tuple(sequence.pages)))
         logit_idx += range(start + row.num_tokens - row.num_logits, start + row.num_tokens)
-
-    def tensor(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    return StepBatch(tensor(token_ids), tensor(positions), tensor(slots), tensor(logit_idx), tuple(spans))
+    page_table = numpy.zeros((len(spans), max(len(span.pages) for span in spans)), numpy.int64)
+    for idx, span in enumerate(spans):
+        page_table[idx, : len(span.pages)] = span.pages
+    positions = numpy.concatenate([numpy.arange(span.context_len, span.kv_len) for span in spans])
+    row_idx = numpy.repeat(numpy.arange(len(spans)), [span.num_tokens for span in spans])
+    slots = page_table[row_idx, positions // page_size] * page_size + positions % page_size
+    parts = (numpy.array(token_ids, numpy.int64), positions, slots, numpy.array(logit_idx, numpy.int64), page_table.ravel())
+    words = upload(torch.from_numpy(numpy.concatenate(parts)), device)
+    *flat, pages = words.split([part.size for part in parts])
+    return StepBatch(*flat, tuple(spans), pages.view(page_table.shape))

@@ -21,6 +21,7 @@ import torch
 
 from engine.sampling_params import SamplingParams
 from kernels.gumbel import gumbel_noise
+from kernels.upload import upload
 
 # Temperatures below this are finite but indistinguishable from greedy in fp32, so they are greedy.
 GREEDY_BELOW = 1e-5
@@ -94,25 +95,25 @@ def gumbel(key: bytes, position: int, ids: torch.Tensor) -> torch.Tensor:
 def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[int | None]:
     """Choose one token a row. `logits`: fp32 `[rows, vocabulary]`, unchanged; `states`: one a row.
 
-    None for a row whose logits hold a NaN or an infinity where the maximum should be: there is nothing to choose from.
+    None for a row whose logits hold a NaN or an infinity where the maximum should be: there is nothing to choose from. *Stream*:
+    waits once for a GPU, whatever the rules of the rows.
     """
     highest, argmax = logits.max(dim=-1)  # a NaN anywhere in the row is its maximum
-    is_finite = highest.isfinite().tolist()
-    tokens: list[int | None] = argmax.tolist()
-    for idx, state in enumerate(states):
-        if not is_finite[idx]:
-            tokens[idx] = None
-        elif not state.is_plain:
-            tokens[idx] = _sample_row(logits[idx], state)
-    return tokens
+    chosen = [argmax[idx] if state.is_plain else _sample_row(logits[idx], state) for idx, state in enumerate(states)]
+    found = torch.where(highest.isfinite(), torch.stack(chosen), -1)
+    return [None if token_id < 0 else token_id for token_id in found.tolist()]
 
 
-def _sample_row(logits: torch.Tensor, state: SamplerState) -> int:
+def _sample_row(logits: torch.Tensor, state: SamplerState) -> torch.Tensor:
+    """An id, where the logits are. Waits for nothing."""
     logits = apply_penalties(logits.clone(), state)
     if state.is_greedy:
-        return int(logits.argmax())
+        return logits.argmax()
     probabilities, ids = filter_logits(logits, state.params)
-    return draw(probabilities, ids, state.stream_key, state.num_output)
+    is_left = probabilities != 0.0
+    if logits.device.type == "cpu" and bool(is_left.any()):  # there it costs nothing to ask, and noise for the others would
+        probabilities, ids = probabilities[is_left], ids[is_left]
+    return _draw(probabilities, ids, state.stream_key, state.num_output)
 
 
 def apply_penalties(logits: torch.Tensor, state: SamplerState) -> torch.Tensor:
@@ -124,28 +125,28 @@ def apply_penalties(logits: torch.Tensor, state: SamplerState) -> torch.Tensor:
         penalty = torch.full_like(picked, params.repetition_penalty)  # a tensor: a GPU divides by a number inexactly
         logits[ids] = torch.where(picked < 0, picked * penalty, picked / penalty)
     if (params.presence_penalty or params.frequency_penalty) and state.output_counts:
-        ids = torch.tensor(list(state.output_counts), device=device)
-        counts = torch.tensor(list(state.output_counts.values()), dtype=logits.dtype, device=device)
+        ids = upload(torch.tensor(list(state.output_counts)), device)
+        counts = upload(torch.tensor(list(state.output_counts.values()), dtype=logits.dtype), device)
         logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
     if params.logit_bias:
-        ids = torch.tensor([token_id for token_id, _ in params.logit_bias], device=device)
-        logits[ids] += torch.tensor([bias for _, bias in params.logit_bias], dtype=logits.dtype, device=device)
+        ids = upload(torch.tensor([token_id for token_id, _ in params.logit_bias]), device)
+        logits[ids] += upload(torch.tensor([bias for _, bias in params.logit_bias], dtype=logits.dtype), device)
     if state._is_too_short:
-        logits[torch.tensor(state.forbidden_ids, device=device)] = -torch.inf
+        logits[upload(torch.tensor(state.forbidden_ids), device)] = -torch.inf
     return logits
 
 
 def _seen_ids(state: SamplerState, device: torch.device) -> torch.Tensor:
     if state._penalised_prompt is None:
-        state._penalised_prompt = torch.tensor(sorted(set(state.prompt_ids)), dtype=torch.int64, device=device)
-    output = torch.tensor(list(state.output_counts), dtype=torch.int64, device=device)
-    return torch.cat([state._penalised_prompt, output]).unique()
+        state._penalised_prompt = torch.tensor(sorted(set(state.prompt_ids)), dtype=torch.int64)
+    output = torch.tensor(list(state.output_counts), dtype=torch.int64)
+    return upload(torch.cat([state._penalised_prompt, output]).unique(), device)
 
 
 def filter_logits(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Temperature, top-k, top-p, min-p. Returns the surviving probabilities (fp64, unnormalised) and their ids.
+    """Temperature, top-k, top-p, min-p. Returns probabilities (fp64, unnormalised; 0 for ids that do not survive) and their ids.
 
-    Ties at a border go to the smaller id, so that the survivors do not depend on the sorting algorithm.
+    Ties at a border go to the smaller id, so that the survivors do not depend on the sorting algorithm. Waits for nothing.
     """
     is_top_k = 0 < params.top_k < logits.numel()
     if not is_top_k and params.top_p >= 1.0 and params.min_p <= 0.0:
@@ -158,11 +159,11 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.T
     probabilities = ((values - values[0]).double() / params.temperature).exp()
     if params.top_p < 1.0:
         before = probabilities.cumsum(0) - probabilities
-        num_kept = max(1, int((before < params.top_p * probabilities.sum()).sum()))
-        probabilities, ids = probabilities[:num_kept], ids[:num_kept]
+        is_kept = before < params.top_p * probabilities.sum()
+        is_kept[0] = True
+        probabilities = torch.where(is_kept, probabilities, 0.0)
     if params.min_p > 0.0:
-        num_kept = max(1, int((probabilities >= params.min_p * probabilities[0]).sum()))
-        probabilities, ids = probabilities[:num_kept], ids[:num_kept]
+        probabilities = torch.where(probabilities >= params.min_p * probabilities[0], probabilities, 0.0)
     return probabilities, ids
 
 
@@ -173,7 +174,11 @@ def draw(probabilities: torch.Tensor, ids: torch.Tensor, key: bytes, position: i
     vocabulary can draw by comparing one candidate a shard. Two models that draw with the same noise agree as often as any
     coupling can promise, up to a factor of 1 + their total variation (Daliri, Musco and Suresh 2024, arXiv:2408.07978).
     """
-    return int(ids[(probabilities.log() + gumbel(key, position, ids)).argmax()])
+    return int(_draw(probabilities, ids, key, position))
+
+
+def _draw(probabilities: torch.Tensor, ids: torch.Tensor, key: bytes, position: int) -> torch.Tensor:
+    return ids.take((probabilities.log() + gumbel(key, position, ids)).argmax())  # an index that is a tensor would be waited for
 
 
 def top_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> tuple[float, list[tuple[int, float]]]:

@@ -30,7 +30,8 @@ class StepBatch:
     """One step's work. Rows lie one after the other, without padding.
 
     `token_ids`, `positions`, `slots`: int64 `[num_tokens]`; a token's keys and values go to KV slot `slots[i]`.
-    `logit_idx`: int64 `[num_logits]`, the flat token indices whose logits are wanted.
+    `logit_idx`: int64 `[num_logits]`, the flat token indices whose logits are wanted. `page_table`: int64 `[num_rows, most
+    pages]`, the rows' pages where the device can read them, zeros behind a row's last; None for backends that do without.
     """
 
     token_ids: torch.Tensor
@@ -38,3 +39,4 @@ class StepBatch:
     slots: torch.Tensor
     logit_idx: torch.Tensor
     rows: tuple[RowSpan, ...]
+    page_table: torch.Tensor | None = None

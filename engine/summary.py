@@ -32,6 +32,7 @@ def summary_lines(
         "KV cache": f"{kv_tokens} tokens in {pool.num_pages} pages; a row has up to {limits.max_model_len} tokens",
         "batch": f"up to {limits.max_batch} rows, {limits.max_step_tokens} tokens a step, "
         f"prefix reuse {'on' if pool.is_prefix_reuse else 'off'}",
+        "prefill": replica.backend.description,
         "decode": describe_decode(replica),
         "rope": describe_rope(config.rope),
         "stops": ", ".join(frontend.stop_names()) or "none",

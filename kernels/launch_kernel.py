@@ -15,6 +15,7 @@ from launch.errors import KernelLaunchError
 
 _DEFAULT_SHARED_BYTES = 48 << 10  # shared memory that a kernel may use without asking (CUDA C++ guide, 16.x)
 _MAX_CARVEOUT = 100  # percent: all of an SM's memory that may be shared memory, the rest is L1
+_MAX_CONFIGS = 1024  # launch configurations kept of a kernel: one a shape, and prompts come in any length
 _PORTABLE_CLUSTER = 8  # blocks; larger clusters must be asked for (CUDA C++ guide, thread block clusters)
 
 Dim = "int | tuple[int, int, int]"
@@ -84,6 +85,8 @@ class Kernel:
         shape = (grid, block, shared_bytes, cluster, is_pdl)
         config = self._configs.get(shape)
         if config is None:
+            if len(self._configs) >= _MAX_CONFIGS:
+                self._configs.clear()
             config = self._configs[shape] = self._prepare(*shape)
         config.hStream = stream
         (result,) = self._driver.cuLaunchKernelEx(config, self._function, self._arguments.fill(args), 0)

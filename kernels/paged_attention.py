@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kernels.upload import upload
+
 
 @dataclass(frozen=True)
 class RowPlan:
@@ -90,7 +92,7 @@ def plan_row(
     is_plain = first == 0 and (window is None or kv_len <= window)
     mask = None
     if num_tokens > 1 and not (is_plain and context_len == 0):
-        mask = _mask(num_tokens, context_len, first, window, dtype, device)
+        mask = causal_mask(num_tokens, context_len, first, window, dtype, device)
     is_causal = num_tokens > 1 and mask is None
     return RowPlan(start, num_tokens, _slots(pages, page_size, first, kv_len, device), mask, is_causal)
 
@@ -103,12 +105,13 @@ def _slots(pages: Sequence[int], page_size: int, first: int, end: int, device: t
         begin = used[0] * page_size + offset
         return slice(begin, begin + end - first)
     slots = torch.tensor(used)[:, None] * page_size + torch.arange(page_size)
-    return slots.flatten()[offset : offset + end - first].to(device)
+    return upload(slots.flatten()[offset : offset + end - first], device)
 
 
-def _mask(
+def causal_mask(
     num_tokens: int, context_len: int, first: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
+    """Additive `[num_tokens, context_len + num_tokens - first]`: queries behind `context_len` keys, the `first` ones left out."""
     query = torch.arange(context_len, context_len + num_tokens, device=device)[:, None]
     key = torch.arange(first, context_len + num_tokens, device=device)
     is_hidden = key > query

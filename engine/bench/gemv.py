@@ -50,8 +50,13 @@ class Kind:
         return Product(rows, self.out, self.inner, 1 if self.dtype == "fp8" else 2, self.name == "gate_up")
 
     @property
+    def num_rows(self) -> int:
+        """Of the weight."""
+        return self.out * (2 if self.name == "gate_up" else 1)
+
+    @property
     def num_bytes(self) -> int:
-        return self.out * self.inner * (2 if self.name == "gate_up" else 1) * (1 if self.dtype == "fp8" else 2)
+        return self.num_rows * self.inner * (1 if self.dtype == "fp8" else 2)
 
 
 def kinds_of(model: str, tp: int, dtype: str) -> Iterator[Kind]:
@@ -63,6 +68,27 @@ def kinds_of(model: str, tp: int, dtype: str) -> Iterator[Kind]:
     for name, (out, inner) in sizes.items():
         if dtype == "bf16" or name != "head":
             yield Kind(model, tp, name, out, inner, dtype)
+
+
+def us_of(bodies: list[Callable[[], object]], repeats: int) -> float:
+    """us of a body, in one graph that runs them all: the median of repeats."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    times = []
+    with torch.cuda.stream(stream):
+        for body in bodies[:2]:
+            body()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for body in bodies:
+                body()
+        for _ in range(repeats + 1):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / len(bodies))
+    return statistics.median(times[1:])
 
 
 class Bench:
@@ -95,9 +121,9 @@ class Bench:
                 run = gemv.gate_up if product.is_gate_up else gemv.linear
                 target = run(x, weights[0])
                 _check(target if product.is_gate_up else target.sum(0), wanted, product, name)
-                yield name, self._us([partial(run, x, weight, None, target) for weight in weights])
+                yield name, us_of([partial(run, x, weight, None, target) for weight in weights], self._repeats)
         if product.elem_bytes == 2:
-            yield LIBRARY, self._us([partial(self._library, x, weight, product.is_gate_up) for weight in weights])
+            yield LIBRARY, us_of([partial(self._library, x, weight, product.is_gate_up) for weight in weights], self._repeats)
 
     def _weights(self, product: Product, num_bytes: int, count: int) -> list[Any]:
         shape = (count, product.out * (2 if product.is_gate_up else 1), product.inner)
@@ -111,26 +137,6 @@ class Bench:
         if not is_gate_up:
             return product
         return launch_silu_mul(self._silu_mul, product, product.new_empty(product.shape[0], product.shape[1] // 2))
-
-    def _us(self, bodies: list[Callable[[], object]]) -> float:
-        """us of a body, in one graph that runs them all: the median of repeats."""
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        times = []
-        with torch.cuda.stream(stream):
-            for body in bodies[:2]:
-                body()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
-                for body in bodies:
-                    body()
-            for _ in range(self._repeats + 1):
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                graph.replay()
-                end.record()
-                torch.cuda.synchronize()
-                times.append(start.elapsed_time(end) * 1e3 / len(bodies))
-        return statistics.median(times[1:])
 
 
 def _check(found: torch.Tensor, wanted: torch.Tensor, product: Product, name: str) -> None:

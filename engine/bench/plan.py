@@ -43,6 +43,7 @@ def plan_for(num_gpus: int) -> list[Bench]:
         Bench("bench-coldstart", 300),
         Bench("bench-attention", 60),
         Bench("bench-products", 120),
+        Bench("bench-prefill-products", 180),
     ]
     if num_gpus > 1:
         tp = f"TP={min(num_gpus, MAX_TP)}"

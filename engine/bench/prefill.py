@@ -2,7 +2,8 @@
 
 BATCH random prompts of PROMPT tokens are handed over at once, greedy, with one token each; TTFT is the time of the whole call,
 on rank 0, until all rows have their token. Random weights, no reuse of prefixes. Short prompts are bound by the reading of the
-weights, longer ones by multiplications: the floor is the larger of the two. vLLM was timed in the same way.
+weights, longer ones by multiplications: the floor is the larger of the two. vLLM was timed in the same way. Host syncs are those
+of the prompts and 128 tokens a row more, counted in a run that is not timed.
 
 Start it with torchrun for TP above 1. `--shard-of N` measures one rank of N without its peers.
 """
@@ -10,7 +11,7 @@ Start it with torchrun for TP above 1. `--shard-of N` measures one rank of N wit
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,8 @@ from engine.bench.records import Record, commit
 from engine.bench.roof import DATASHEET_TB_S, DATASHEET_TFLOP_S, floor_s, num_operations, weight_bytes
 from engine.loading import Blueprint
 from engine.profile.host_syncs import count_host_syncs
+from engine.settings import DEFAULT_GRAPH_TOKENS, EngineSettings
+from kernels.fp8_linear import WAYS
 from launch.environment import Environment
 
 # vLLM's time to the first token in ms: by (model, tp, dtype, batch), then by prompt.
@@ -46,12 +49,15 @@ VLLM_TTFT_MS = {
     ("qwen2.5-72b", 2, "bf16", 1): {128: 65.9, 512: 94.3, 2048: 251.9},
     ("qwen2.5-72b", 2, "fp8", 1): {128: 100.1, 512: 102.7, 2048: 153.0},
 }
-WARM_UPS = 2  # the first call of a shape chooses its library kernels
+DEFAULT_WAYS = {name: getattr(EngineSettings(""), name) for name in ("graph_tokens", "fp8_products", "overlap_tokens")}
+WARM_UPS = 2  # the first call of a shape chooses its library kernels, the second captures its graph
+SYNC_TOKENS = 128  # a row, behind the first: what a request is taken to be where its host syncs are counted
 
 
 @dataclass(frozen=True)
 class Timing:
-    """`ttft_ms` of each repeat; `num_syncs` of the host with the device in one call, None if they were not counted."""
+    """`ttft_ms` of each repeat; `num_syncs` of the host with the device in one call of `SYNC_TOKENS` tokens more, None if they
+    were not counted."""
 
     ttft_ms: tuple[float, ...]
     num_syncs: int | None
@@ -64,15 +70,15 @@ class Timing:
 
 
 def time_prefill(engine: Engine, case: Case, repeats: int) -> Timing:
-    """Every repeat has prompts of its own. *Collective*; times and counts are rank 0's."""
-    ones = [1] * case.batch
+    """Every repeat has prompts of its own. *Collective*; times and counts are rank 0's. The engine has room for `SYNC_TOKENS`."""
 
-    def run(seed: int) -> float:
-        return 1e3 * run_once(engine, make_prompts(case, engine.blueprint.config.full_vocab, seed), ones).seconds
+    def run(seed: int, num_tokens: int = 1) -> float:
+        prompts = make_prompts(case, engine.blueprint.config.full_vocab, seed)
+        return 1e3 * run_once(engine, prompts, [num_tokens] * case.batch).seconds
 
     for seed in range(WARM_UPS):
         run(seed)
-    num_syncs = count_host_syncs(lambda: run(WARM_UPS))
+    num_syncs = count_host_syncs(lambda: run(WARM_UPS, 1 + SYNC_TOKENS))
     return Timing(tuple(run(WARM_UPS + 1 + repeat) for repeat in range(repeats)), num_syncs)
 
 
@@ -82,8 +88,19 @@ def prefill_floor_s(case: Case, blueprint: Blueprint) -> float:
     return floor_s(case, num_operations(blueprint.config, lengths, case.batch), weight_bytes(case, blueprint))
 
 
-def make_record(case: Case, timing: Timing, floor: float, backend: str, comm: str) -> Record:
-    """The record of a case on GPUs. `floor`: seconds."""
+def make_record(
+    case: Case,
+    timing: Timing,
+    floor: float,
+    backend: str,
+    comm: str,
+    step: str,
+    ways: Mapping[str, object] = DEFAULT_WAYS,
+) -> Record:
+    """The record of a case on GPUs. `floor`: seconds; `step`: of `Engine.prefill_step`; `ways`: settings, of which the record
+    names those that are not the default."""
+    others = {name: value for name, value in ways.items() if value != DEFAULT_WAYS[name]}
+    known = {**vars(case), "backend": backend, "comm": comm, "step": step, **others}
     ttft_ms, num_tokens = timing.percentile(50), case.batch * case.prompt
     metrics = {
         "ttft_ms": ttft_ms,
@@ -98,7 +115,7 @@ def make_record(case: Case, timing: Timing, floor: float, backend: str, comm: st
     if peer_ms is not None and has_peer(case, comm):
         peer = {"name": VLLM, "ttft_ms": peer_ms, "prefill_tok_s": round(1e3 * num_tokens / peer_ms, 1)}
     ceiling = {"ttft_ms": 1e3 * floor, "prefill_tok_s": num_tokens / floor}
-    return Record("prefill", {**vars(case), "backend": backend, "comm": comm}, metrics, ceiling, peer, checked=True)
+    return Record("prefill", known, metrics, ceiling, peer, checked=True)
 
 
 def describe(record: Record) -> list[str]:
@@ -109,10 +126,11 @@ def describe(record: Record) -> list[str]:
     rates = f"{DATASHEET_TFLOP_S[record.case['dtype']]:.0f} TFLOP/s and {DATASHEET_TB_S} TB/s"
     return [
         describe_case(record.case),
+        f"  step      {record.case['step']}",
         f"  TTFT      {metrics['ttft_ms']:.2f} ms (p10 {metrics['ttft_p10_ms']:.2f}, p90 {metrics['ttft_p90_ms']:.2f}), "
         f"floor {ceiling['ttft_ms']:.2f} at {rates}{peer}",
         f"  prefill   {metrics['prefill_tok_s']:.0f} tok/s of {ceiling['prefill_tok_s']:.0f}",
-        f"  syncs     {'not counted' if syncs is None else f'{syncs:.1f} of the host a request'}",
+        f"  syncs     {'not counted' if syncs is None else f'{syncs:.1f} of the host a request of {SYNC_TOKENS} tokens more'}",
     ]
 
 
@@ -120,25 +138,34 @@ def describe(record: Record) -> list[str]:
 @engine_options
 @click.option("--batch", type=click.IntRange(1, MAX_BATCH), default=1, show_default=True, help="Rows handed over at once.")
 @click.option("--prompt", type=click.IntRange(1), default=512, show_default=True, help="Tokens of a prompt.")
+@click.option("--graph-tokens", type=click.IntRange(0), default=DEFAULT_GRAPH_TOKENS, show_default=True,
+              help="The longest prompt that takes a graph; 0 for none.")
+@click.option("--fp8-products", type=click.Choice(WAYS), default="scaled", show_default=True,
+              help="How many rows meet FP8 matrices.")
+@click.option("--overlap-tokens", type=click.IntRange(0), default=0, show_default=True,
+              help="Sum halves of steps of so many tokens while the others are multiplied; 0 for never.")
 @click.option("--repeats", type=click.IntRange(1), default=21, show_default=True)
 def main(
     model: str, dtype: str, shard_of: int | None, eager: bool, device: str, record: Path | None, batch: int, prompt: int,
-    repeats: int,
+    graph_tokens: int, fp8_products: str, overlap_tokens: int, repeats: int,
 ) -> None:  # fmt: skip
     """Time the first tokens of one case on all ranks of this world."""
     refuse_cpu_record(record, device)
     commit()
     environment = Environment.read()
     case = Case.here(model, device, dtype, batch, prompt, 1, shard_of)
-    with errors_in_one_line(), open_engine(case, model, device, shard_of, eager) as engine:
+    ways = {"graph_tokens": graph_tokens, "fp8_products": fp8_products, "overlap_tokens": overlap_tokens}
+    sizes = {"max_model_len": prompt + 1 + SYNC_TOKENS, **ways}
+    with errors_in_one_line(), open_engine(case, model, device, shard_of, eager, **sizes) as engine:
         timing = time_prefill(engine, case, repeats)
         floor, backend, comm = prefill_floor_s(case, engine.blueprint), engine.backend, engine.comm.name
+        step = engine.prefill_step(batch, prompt)
     if environment.rank != 0:
         return
     if device == "cpu":
         click.echo(f"{timing.percentile(50):.3f} ms to the first token of {batch} rows")
         return
-    result = make_record(case, timing, floor, backend, comm)
+    result = make_record(case, timing, floor, backend, comm, step, ways)
     click.echo("\n".join(describe(result)))
     if record is not None:
         result.append_to(record, device_name(shard_of), "engine.bench.prefill", environment.world_size)

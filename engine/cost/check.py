@@ -16,7 +16,7 @@ from engine.shapes import SHAPES
 from launch.errors import UsageError
 
 TIMES = {"decode": "tpot_ms", "prefill": "ttft_ms"}
-BACKENDS = {"decode": ("graph",), "prefill": ("graph", "eager")}  # a run with graphs prefills eagerly too
+BACKENDS = {"decode": ("graph",), "prefill": ("graph", "eager")}  # the products bind either
 LIMIT = 0.10  # of the measured time
 
 

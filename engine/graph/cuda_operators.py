@@ -1,4 +1,4 @@
-"""The operators of a decode step as Doorbell's kernels, where there is one for the shape, and torch's where there is not."""
+"""The operators of a step as Doorbell's kernels, where there is one for the shape, and torch's where there is not."""
 
 from __future__ import annotations
 
@@ -12,37 +12,49 @@ from comm.device_collectives import UNIT_BYTES, norm_grid
 from comm.device_communicator import DeviceCommunicator
 from comm.device_single import DeviceSingle
 from engine.eager import EagerStep
+from engine.graph.chunk_tokens import ChunkTokens
 from engine.graph.operators import TorchOperators
+from engine.graph.overlapped_sums import OverlappedSums
 from engine.graph.row_state import DeviceRows
 from engine.rope import inverse_frequencies
 from engine.weights import LayerWeights
+from kernels.add_norm import add_norm, launch_add_norm, load_add_norm, takes_add_norm
 from kernels.advance_rows import launch_advance_rows, load_advance_rows
 from kernels.build import Build, default_cache_folder
+from kernels.chunk_attention import chunk_attention
 from kernels.decode_attention import HEAD_DIMS, MAX_GROUP, DecodeAttention, HeadNorms, load_decode_attention
 from kernels.elements import VECTOR_BYTES
+from kernels.embed import MAX_ROWS as MAX_EMBED_ROWS
 from kernels.embed import launch_embed, load_embed
 from kernels.filter_logits import MAX_IDS, filter_logits, launch_filter_logits, load_filter_logits
+from kernels.fp8_linear import ScaledLinear, open_scaled_linear
 from kernels.gemv import Gemv, load_gemv
 from kernels.launch_kernel import Kernel
+from kernels.quantize import Fp8Weight
 from kernels.rotary import rotary_turns
-from kernels.silu_mul import launch_silu_mul, load_silu_mul
+from kernels.rotary_write import launch_rotary_write, load_rotary_write, rotary_write, takes_rotary_write
+from kernels.silu_mul import MAX_ROWS as MAX_SILU_ROWS
+from kernels.silu_mul import launch_silu_mul, load_silu_mul, silu_mul
 
 FUSED_ROWS = 64  # up to here the sum, the residual and the norm are one kernel; more rows take more of its calls
 
 
 @dataclass(frozen=True)
 class EndKernels:
-    """The small kernels: how a step begins and ends, and the middle of a wide MLP."""
+    """The small kernels: how a step begins and ends, and of steps of many tokens what lies between their products."""
 
     embed: Kernel
     silu_mul: Kernel
     filters: Kernel
     advance: Kernel
+    add_norm: Kernel
+    rotary_write: Kernel
 
 
 class CudaOperators(TorchOperators):
-    """`peers` holds the collectives; `attention` is None for shapes that its kernel does not take. A product of few rows is fp32
-    parts `[num_parts, rows, out]`, of more rows a tensor of the model's dtype."""
+    """`peers` holds the collectives; `attention` is None for shapes that its kernel does not take. `scaled`: for many rows by
+    an FP8 matrix; None widens the matrix. A product of few rows is fp32 parts `[num_parts, rows, out]`, of more a tensor of the
+    model's dtype. `sums`: for products of many rows that are summed over the ranks; None sums them whole."""
 
     def __init__(
         self,
@@ -52,10 +64,15 @@ class CudaOperators(TorchOperators):
         attention: DecodeAttention | None,
         gemv: Gemv,
         ends: EndKernels,
+        scaled: ScaledLinear | None = None,
+        sums: OverlappedSums | None = None,
     ):
         super().__init__(step.config, step.plan, step.weights, step.comm, step.kv, num_ids)
-        self._peers, self._attention, self._gemv, self._ends = peers, attention, gemv, ends
-        self._is_norm_fused = _takes_norm(step.config.hidden_size * step.dtype.itemsize)
+        self._peers, self._attention, self._gemv, self._ends, self._scaled = peers, attention, gemv, ends, scaled
+        self._sums = sums
+        row_bytes = step.config.hidden_size * step.dtype.itemsize
+        self._is_norm_fused, self._is_sum_fused = _takes_norm(row_bytes), takes_add_norm(row_bytes)
+        self._is_rotary_fused = takes_rotary_write(step.config.head_dim, step.dtype)
         self._norms = [
             None if layer.q_norm is None else HeadNorms(layer.q_norm, layer.k_norm, step.config.rms_norm_eps)
             for layer in step.weights.layers
@@ -63,54 +80,115 @@ class CudaOperators(TorchOperators):
         parts = ["products of few rows"] * (step.dtype == torch.bfloat16) + ["attention"] * (attention is not None)
         parts += ["norm"] * self._is_norm_fused + ["choice"]
         self.description = f"own kernels for {', '.join(parts)}"
+        self.most_single = 0 if attention is None else attention.max_rows
 
     def prepare(self, rows: DeviceRows) -> Any:
         return super().prepare(rows) if self._attention is None else rows
 
-    def embed(self, rows: DeviceRows) -> tuple[torch.Tensor, torch.Tensor]:
-        table = self.weights.embedding
-        if table.shape[1] * table.element_size() % VECTOR_BYTES:
-            return super().embed(rows)
-        x, residual = (torch.empty(len(rows), table.shape[1], dtype=table.dtype, device=table.device) for _ in range(2))
-        return launch_embed(self._ends.embed, rows.token_ids, table, *self.plan.vocab_range, x, residual), residual
+    def embed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table, num_rows = self.weights.embedding, token_ids.numel()
+        if table.shape[1] * table.element_size() % VECTOR_BYTES or num_rows > MAX_EMBED_ROWS:
+            return super().embed(token_ids)
+        x, residual = (torch.empty(num_rows, table.shape[1], dtype=table.dtype, device=table.device) for _ in range(2))
+        return launch_embed(self._ends.embed, token_ids, table, *self.plan.vocab_range, x, residual), residual
 
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._gemv.takes(x, weight):
             return self._gemv.linear(x, weight, bias)
+        return self._product(x, weight, bias)
+
+    def _product(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        """By a library."""
+        if self._scaled is not None and self._scaled.takes(x, weight):
+            return self._scaled.linear(x, weight, bias)
         return super().linear(x, weight, bias)
 
     def gate_up(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         if self._gemv.takes(x, layer.gate_up, is_gate_up=True):
             return self._gemv.gate_up(x, layer.gate_up, layer.gate_up_bias)
-        both = super().linear(x, layer.gate_up, layer.gate_up_bias)
+        both = self._product(x, layer.gate_up, layer.gate_up_bias)
+        if both.shape[0] > MAX_SILU_ROWS:
+            return silu_mul(both)
         return launch_silu_mul(self._ends.silu_mul, both, both.new_empty(both.shape[0], both.shape[1] // 2))
 
     def attention(self, shared: Any, layer_idx: int, qkv: torch.Tensor) -> torch.Tensor:
         if self._attention is None:
-            return super().attention(shared, layer_idx, self._whole(qkv))
+            return super().attention(shared, layer_idx, self._rounded(qkv))
         num_q, num_kv, head_dim = self.plan.local_q_heads, self.plan.local_kv_heads, self.config.head_dim
         heads = torch.empty(len(shared), num_q, head_dim, dtype=self.kv.keys.dtype, device=qkv.device)
-        self._attention.launch(
-            qkv.view(*qkv.shape[:-1], num_q + 2 * num_kv, head_dim),
-            shared.positions,
-            shared.page_table,
+        qkv = qkv.view(*qkv.shape[:-1], num_q + 2 * num_kv, head_dim)
+        return self._attend_rows(layer_idx, qkv, shared.positions, shared.page_table, heads, is_early=True).flatten(1)
+
+    def _attend_rows(
+        self,
+        layer_idx: int,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        page_table: torch.Tensor,
+        out: torch.Tensor,
+        is_early: bool,
+    ) -> torch.Tensor:
+        """Rows of one token each. `is_early`: of `DecodeAttention.launch`."""
+        return self._attention.launch(
+            qkv,
+            positions,
+            page_table,
             self.kv.keys[layer_idx],
             self.kv.values[layer_idx],
-            heads,
+            out,
             norms=self._norms[layer_idx],
             window=self.config.windows[layer_idx],
+            is_early=is_early,
         )
-        return heads.flatten(1)
+
+    def attend(self, tokens: ChunkTokens, layer_idx: int, qkv: torch.Tensor) -> torch.Tensor:
+        heads, num_single = self._heads_of(self._rounded(qkv)), tokens.num_single
+        out = None
+        if num_single:
+            out = torch.empty(heads.shape[0], self.plan.local_q_heads, heads.shape[2], dtype=heads.dtype, device=heads.device)
+            # Not early: what they read has been uploaded for this very step.
+            self._attend_rows(
+                layer_idx, heads[:num_single], tokens.positions[:num_single], tokens.page_table, out[:num_single], is_early=False
+            )
+        if num_single < heads.shape[0]:
+            keys, values = self.kv.keys[layer_idx], self.kv.values[layer_idx]
+            self._norm_heads(heads[num_single:], layer_idx)
+            self._write(heads[num_single:], tokens.turns[num_single:], tokens.slots[num_single:], keys, values)
+            out = chunk_attention(heads, keys, values, tokens.chunks[self.config.windows[layer_idx]], self.kv.page_size, out)
+        return out.flatten(1)
+
+    def _write(self, *operands: torch.Tensor) -> None:
+        if self._is_rotary_fused:
+            launch_rotary_write(self._ends.rotary_write, *operands)
+        else:
+            rotary_write(*operands)
 
     def reduce_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if not self._is_norm_fused or residual.shape[0] > FUSED_ROWS:
-            return super().reduce_norm(self._whole(x), residual, weight)
+            total = self.comm.all_reduce(self._rounded(x))
+            return self._add_norm(total, residual, weight, total)  # the sum is nobody's but ours: its memory serves again
         normed = torch.empty_like(residual)
         collectives = self._peers.collectives
         return collectives.all_reduce_lamport_norm(x, residual, weight, self.config.rms_norm_eps, normed)
 
+    def product_norm(
+        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor
+    ) -> torch.Tensor:
+        is_widened = isinstance(weight, Fp8Weight) and self._scaled is None  # each part would widen it again
+        if self._sums is None or is_widened or x.shape[0] < self._sums.min_rows:
+            return super().product_norm(x, weight, bias, residual, norm)
+        out = torch.empty_like(residual)
+        for rows, total in self._sums.parts(x.shape[0], lambda rows: self._product(x[rows], weight, bias)):
+            self._add_norm(total, residual[rows], norm, out[rows])
+        return out
+
+    def _add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        if not self._is_sum_fused:
+            return out.copy_(add_norm(x, residual, weight, self.config.rms_norm_eps))
+        return launch_add_norm(self._ends.add_norm, x, residual, weight, self.config.rms_norm_eps, out)
+
     def choose(self, rows: DeviceRows, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = logits if logits.dim() == 2 else logits.sum(0) if logits.shape[0] > 1 else logits[0]
+        logits = self.whole(logits)
         if rows.filters is not None:
             logits = self._filter(rows, logits)
         values = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
@@ -128,17 +206,24 @@ class CudaOperators(TorchOperators):
         first = self.comm.rank * local_vocab
         return full[:, first : first + local_vocab]
 
-    def _whole(self, product: torch.Tensor) -> torch.Tensor:
-        return product if product.dim() == 2 else product.sum(0).to(self.kv.keys.dtype)
+    def whole(self, product: torch.Tensor) -> torch.Tensor:
+        return product if product.dim() == 2 else product.sum(0) if product.shape[0] > 1 else product[0]
+
+    def _rounded(self, product: torch.Tensor) -> torch.Tensor:
+        """A product as one tensor of the model's dtype."""
+        return self.whole(product).to(self.kv.keys.dtype)
 
     def advance(self, rows: DeviceRows, ids: torch.Tensor, values: torch.Tensor) -> None:
         launch_advance_rows(self._ends.advance, ids, values, rows.token_ids, rows.positions, rows.step, rows.ring.device_words)
 
 
-def open_operators(step: EagerStep, num_ids: int, max_rows: int, max_context: int) -> tuple[CudaOperators, Callable[[], None]]:
+def open_operators(
+    step: EagerStep, num_ids: int, max_rows: int, max_context: int, is_fp8_scaled: bool = True, overlap_tokens: int = 0
+) -> tuple[CudaOperators, Callable[[], None]]:
     """Operators for the model of `step`, and what raises when one of their kernels gave up. *Collective*.
 
-    `max_rows` rows at once, of up to `max_context` tokens. *Raises* `DoorbellError` when a kernel cannot be compiled.
+    `max_rows` rows at once in steady decode, of up to `max_context` tokens. `is_fp8_scaled`: many rows meet FP8 matrices as FP8
+    themselves. `overlap_tokens`: of `EngineSettings`. *Raises* `DoorbellError` when a kernel cannot be compiled.
     """
     build, comm = Build(default_cache_folder()), step.comm
     torch.cuda.set_device(step.device)  # a kernel is loaded on the current one
@@ -148,9 +233,17 @@ def open_operators(step: EagerStep, num_ids: int, max_rows: int, max_context: in
     attention = _open_attention(build, step, max_rows, max_context, num_sms, is_pdl)
     gemv = Gemv(load_gemv(build), num_sms, is_pdl)
     ends = EndKernels(
-        load_embed(build, step.dtype), load_silu_mul(build, step.dtype), load_filter_logits(build), load_advance_rows(build)
+        load_embed(build, step.dtype),
+        load_silu_mul(build, step.dtype),
+        load_filter_logits(build),
+        load_advance_rows(build),
+        load_add_norm(build, step.dtype),
+        load_rotary_write(build, step.dtype),
     )
-    operators = CudaOperators(step, num_ids, peers, attention, gemv, ends)
+    scaled = open_scaled_linear(build) if is_fp8_scaled else None
+    is_overlapped = overlap_tokens > 0 and comm.size > 1 and peers.is_one_rank_per_gpu
+    sums = OverlappedSums(comm, overlap_tokens) if is_overlapped else None
+    operators = CudaOperators(step, num_ids, peers, attention, gemv, ends, scaled, sums)
     return operators, peers.check
 
 

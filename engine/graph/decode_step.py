@@ -15,7 +15,7 @@ def decode_step(operators: Operators, rows: DeviceRows, marks: Marks = NO_MARKS)
     weights = operators.weights
     norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
     shared = operators.prepare(rows)
-    embedded, residual = operators.embed(rows)
+    embedded, residual = operators.embed(rows.token_ids)
     marks.end("rest")
     x = operators.reduce_norm(embedded, residual, weights.layers[0].input_norm)
     marks.end("all_reduce")

@@ -1,7 +1,7 @@
-"""What a decode step is made of, as seen by `engine.graph.decode_step`, and the plain torch version of it.
+"""What steps are made of, as seen by `engine.graph.decode_step` and `prefill_step`, and the plain torch version of it.
 
-Every operator takes shapes that are fixed and values that are on the device, so that a step can be captured and replayed: no
-branch, size or address may depend on a position or a token.
+Every operator but `attend` takes shapes that are fixed and values that are on the device, so that a step can be captured and
+replayed: no branch, size or address may depend on a position or a token. `attend` may look at the shapes of its chunks.
 """
 
 from __future__ import annotations
@@ -15,34 +15,44 @@ import torch.nn.functional as F
 from comm.communicator import Communicator
 from comm.vocabulary import Best, best_of_ranks, local_best
 from engine.config import ModelConfig
+from engine.graph.chunk_tokens import ChunkTokens
 from engine.graph.row_state import DeviceRows
 from engine.kv_cache import KvCache
 from engine.rope import inverse_frequencies
 from engine.shard_plan import ShardPlan
 from engine.weights import LayerWeights, ModelWeights
+from kernels.add_norm import add_norm
 from kernels.advance_rows import advance_rows
+from kernels.chunk_attention import chunk_attention
 from kernels.embed import embed
 from kernels.filter_logits import filter_logits
 from kernels.kv_write import kv_write
 from kernels.linear import linear
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary_table, rotate
+from kernels.rotary_write import rotary_write
 from kernels.silu_mul import silu_mul
 
 
 class Operators(Protocol):
     """The operators of one rank. A *product* is what `linear` returns: a tensor `[rows, out]`, or parts of it whose sum that is;
-    only the operators themselves look inside. `description`: what they are, for the start summary."""
+    only the operators themselves look inside. `description`: what they are, for the start summary. `most_single`: rows of
+    one token that `attend` takes as such."""
 
+    config: ModelConfig
+    plan: ShardPlan
     weights: ModelWeights
     comm: Communicator
+    kv: KvCache
     description: str
+    most_single: int
 
     def prepare(self, rows: DeviceRows) -> Any:
         """What all layers of a step share."""
 
-    def embed(self, rows: DeviceRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[rows, hidden]`: this rank's rows of the embedding, zeros for tokens of other ranks; and a residual of zeros."""
+    def embed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[rows, hidden]` of `token_ids` int64 `[rows]`: this rank's rows of the embedding, zeros for tokens of other ranks; and
+        a residual of zeros."""
 
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> Any:
         """Product of `x` `[rows, in]` with `weight` `[out, in]`."""
@@ -56,8 +66,21 @@ class Operators(Protocol):
         `qkv`: product `[rows, (local_q_heads + 2 * local_kv_heads) * head_dim]`. A padding row writes nothing of its own.
         """
 
+    def attend(self, tokens: ChunkTokens, layer_idx: int, qkv: Any) -> torch.Tensor:
+        """Attention of a step of many tokens, which the cache takes in: `[tokens, local_q_heads * head_dim]`. `qkv`: as for
+        `attention`, and may be overwritten. A padding token writes nothing."""
+
+    def whole(self, product: Any) -> torch.Tensor:
+        """A product as one tensor; fp32 where it comes in parts."""
+
     def reduce_norm(self, x: Any, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """`residual += sum of x over the ranks`, in place; returns `RMSNorm(residual) * weight`. *Collective*."""
+
+    def product_norm(
+        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor
+    ) -> torch.Tensor:
+        """`reduce_norm` of a `linear`, with `norm` as its weight; of many rows maybe in parts, the sum of one while the next is
+        multiplied. *Collective*."""
 
     def choose(self, rows: DeviceRows, logits: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row's next token, int64 `[rows]`, and its logit, fp32 `[rows]`, the same on all ranks. *Collective*.
@@ -90,6 +113,7 @@ class TorchOperators:
     """
 
     description = "torch operators"
+    most_single = 0
 
     def __init__(
         self, config: ModelConfig, plan: ShardPlan, weights: ModelWeights, comm: Communicator, kv: KvCache, num_ids: int
@@ -112,8 +136,8 @@ class TorchOperators:
         masks = {window: _mask(positions[:, None], seen, window) for window in set(self.config.windows)}
         return TorchShared(cos, signed_sin, slots, is_padding, rows.page_table.long(), masks)
 
-    def embed(self, rows: DeviceRows) -> tuple[torch.Tensor, torch.Tensor]:
-        x = embed(rows.token_ids, self.weights.embedding, *self.plan.vocab_range)
+    def embed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = embed(token_ids, self.weights.embedding, *self.plan.vocab_range)
         return x, torch.zeros_like(x)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -145,9 +169,36 @@ class TorchOperators:
         paged = cache.view(-1, self.kv.page_size, *cache.shape[1:])[page_table]
         return paged.flatten(1, 2).masked_fill(~mask[..., None, None], 0.0).transpose(1, 2)
 
+    def attend(self, tokens: ChunkTokens, layer_idx: int, qkv: torch.Tensor) -> torch.Tensor:
+        heads = self._heads_of(qkv)
+        self._norm_heads(heads, layer_idx)
+        keys, values = self.kv.keys[layer_idx], self.kv.values[layer_idx]
+        rotary_write(heads, tokens.turns, tokens.slots, keys, values)
+        chunks = tokens.chunks[self.config.windows[layer_idx]]
+        return chunk_attention(heads, keys, values, chunks, self.kv.page_size).flatten(1)
+
+    def _heads_of(self, qkv: torch.Tensor) -> torch.Tensor:
+        """`[tokens, local_q_heads + 2 * local_kv_heads, head_dim]`"""
+        return qkv.view(qkv.shape[0], self.plan.local_q_heads + 2 * self.plan.local_kv_heads, self.config.head_dim)
+
+    def _norm_heads(self, heads: torch.Tensor, layer_idx: int) -> None:
+        """The q and k norms of families that have them, in place."""
+        layer, num_q, eps = self.weights.layers[layer_idx], self.plan.local_q_heads, self.config.rms_norm_eps
+        if layer.q_norm is not None:
+            keys = slice(num_q, num_q + self.plan.local_kv_heads)
+            heads[:, :num_q] = rms_norm(heads[:, :num_q], layer.q_norm, eps)
+            heads[:, keys] = rms_norm(heads[:, keys], layer.k_norm, eps)
+
+    def whole(self, product: torch.Tensor) -> torch.Tensor:
+        return product
+
     def reduce_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        residual += self.comm.all_reduce(x)
-        return rms_norm(residual, weight, self.config.rms_norm_eps)
+        return add_norm(self.comm.all_reduce(x), residual, weight, self.config.rms_norm_eps)
+
+    def product_norm(
+        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor
+    ) -> torch.Tensor:
+        return self.reduce_norm(self.linear(x, weight, bias), residual, norm)
 
     def choose(self, rows: DeviceRows, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if rows.filters is not None:

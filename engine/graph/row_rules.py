@@ -28,6 +28,7 @@ from kernels.filter_logits import (
     TOP_P,
     FilterOptions,
 )
+from kernels.upload import upload
 
 NOBODY = 0  # slot of the rows whose counts do not matter
 
@@ -118,5 +119,4 @@ class RowRules:
         self._biases.copy_(self._upload(biases))
 
     def _upload(self, values: numpy.ndarray) -> torch.Tensor:
-        host = torch.from_numpy(values)
-        return host if self._device.type == "cpu" else host.pin_memory().to(self._device, non_blocking=True)
+        return upload(torch.from_numpy(values), self._device)

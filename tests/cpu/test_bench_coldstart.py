@@ -104,7 +104,7 @@ def test_what_the_command_refuses():
 def test_the_plan_fits_the_machine():
     assert [bench.target for bench in plan_for(0)] == ["bench-cpu"]
     one = [bench.target for bench in plan_for(1)]
-    wanted = ("decode", "prefill", "stages", "throughput", "coldstart", "attention", "products")
+    wanted = ("decode", "prefill", "stages", "throughput", "coldstart", "attention", "products", "prefill-products")
     assert one == [f"bench-{name}" for name in wanted]
     names = [bench.name for bench in plan_for(4)]
     assert names[: len(one)] == one and "bench-comm TP=4" in names and "bench-signal" in names and "bench-soak TP=4 MPS=" in names

@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from engine.bench.load import VLLM, Case, open_engine
-from engine.bench.prefill import Timing, describe, main, make_record, prefill_floor_s, time_prefill
+from engine.bench.prefill import DEFAULT_WAYS, Timing, describe, main, make_record, prefill_floor_s, time_prefill
 from engine.bench.roof import floor_s, num_operations, num_pairs
 from engine.loading import draw_blueprint
 from engine.profile.host_syncs import count_host_syncs
@@ -30,7 +30,7 @@ def case(model: str = "tiny", **changes) -> Case:
 
 def test_a_run_on_a_cpu():
     wanted = case(dtype="fp32", batch=3, prompt=5)
-    with open_engine(wanted, "tiny", "cpu") as engine:
+    with open_engine(wanted, "tiny", "cpu", max_model_len=5 + 129) as engine:
         seen = []
         generate = engine.generate
         engine.generate = lambda prompts, params, **more: seen.append((prompts, params)) or generate(prompts, params, **more)
@@ -39,7 +39,7 @@ def test_a_run_on_a_cpu():
     assert len(timing.ttft_ms) == 4 and min(timing.ttft_ms) > 0 and timing.num_syncs is None
     assert len(seen) == 2 + 1 + 4  # warm-up, count of waits, repeats
     assert len({tuple(row) for prompts, _ in seen for row in prompts}) == 7 * 3  # no prompt twice
-    assert all([row["max_tokens"] for row in params] == [1] * 3 for _, params in seen)
+    assert [[row["max_tokens"] for row in params] for _, params in seen] == [[count] * 3 for count in (1, 1, 129, 1, 1, 1, 1)]
 
 
 def test_percentiles():
@@ -81,9 +81,9 @@ def test_the_floors_of_a_7b():
 
 
 def test_record():
-    found = make_record(case("qwen2.5-7b"), Timing((20.0, 21.0, 28.0), 9), 7e-3, "graph", "none")
+    found = make_record(case("qwen2.5-7b"), Timing((20.0, 21.0, 28.0), 9), 7e-3, "graph", "none", "graph")
     assert found.case == {"model": "qwen2.5-7b", "tp": 1, "ranks_per_gpu": 1, "dtype": "bf16", "batch": 1, "prompt": 512,
-                          "output": 1, "backend": "graph", "comm": "none"}  # fmt: skip
+                          "output": 1, "backend": "graph", "comm": "none", "step": "graph"}  # fmt: skip
     assert found.metrics == pytest.approx({
         "ttft_ms": 21.0, "ttft_p10_ms": 20.2, "ttft_p90_ms": 26.6, "prefill_tok_s": 512e3 / 21, "host_syncs_per_request": 9.0,
     })  # fmt: skip
@@ -95,11 +95,17 @@ def test_record():
 
 
 def test_what_is_not_counted_or_not_comparable_is_not_recorded():
-    found = make_record(case("qwen2.5-7b", batch=2), Timing((20.0,), None), 7e-3, "graph", "none")
+    found = make_record(case("qwen2.5-7b", batch=2), Timing((20.0,), None), 7e-3, "graph", "none", "graph")
     assert "host_syncs_per_request" not in found.metrics and "not counted" in "\n".join(describe(found)) and not found.peer
-    assert make_record(case(batch=2), Timing((20.0,), 6), 7e-3, "graph", "none").metrics["host_syncs_per_request"] == 3.0
-    assert not make_record(case("qwen2.5-7b"), Timing((20.0,), 6), 7e-3, "graph", "loopback").peer
-    assert not make_record(case("qwen2.5-7b", ranks_per_gpu=2), Timing((20.0,), 6), 7e-3, "graph", "ipc").peer
+    assert make_record(case(batch=2), Timing((20.0,), 6), 7e-3, "graph", "none", "graph").metrics["host_syncs_per_request"] == 3.0
+    assert not make_record(case("qwen2.5-7b"), Timing((20.0,), 6), 7e-3, "graph", "loopback", "graph").peer
+    assert not make_record(case("qwen2.5-7b", ranks_per_gpu=2), Timing((20.0,), 6), 7e-3, "graph", "ipc", "graph").peer
+
+
+def test_ways_that_are_not_the_default_are_recorded():
+    ways = {**DEFAULT_WAYS, "graph_tokens": 0, "fp8_products": "widened"}
+    found = make_record(case("qwen2.5-7b"), Timing((20.0,), 6), 7e-3, "graph", "none", "kernels", ways)
+    assert {name: found.case.get(name) for name in ways} == {**ways, "overlap_tokens": None}
 
 
 def test_waits_are_counted_by_torchs_own_warnings(monkeypatch):

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import engine.eager
 from comm.vocabulary import best_of_ranks, local_best
 from engine.graph import cuda_operators
 from engine.graph.cuda_operators import CudaOperators, EndKernels
 from engine.graph.operators import _exchange
+from engine.graph.overlapped_sums import OverlappedSums
+from engine.graph.prefill import TwinPrefill
 from engine.graph.row_state import RowState
 from engine.graph.step import TwinBurst
 from engine.rope import inverse_frequencies
+from kernels.add_norm import add_norm
 from kernels.advance_rows import advance_rows
 from kernels.decode_attention import decode_attention
 from kernels.embed import embed
 from kernels.filter_logits import filter_logits
+from kernels.fp8_linear import MIN_ROWS, scaled_linear
 from kernels.gemv import gemv_twin
+from kernels.quantize import Fp8Weight
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary_turns
+from kernels.rotary_write import rotary_write
 from kernels.silu_mul import silu_mul
 from tests.cpu.engine_harness import CPU, answer, request
 from tests.cpu.test_burst import prompts
+from tests.cpu.test_fp8_linear import fp8_linear
 from tests.cpu.tiny import make_model, save_model
 
 
@@ -81,20 +90,22 @@ def twin_attention(step, max_context: int):
     inv_freq = inverse_frequencies(step.config.rope, step.config.head_dim)
     turns = rotary_turns(max_context, inv_freq, step.config.rope.attention_factor, step.dtype)
 
-    def launch(*tensors, norms, window):
-        decode_attention(*tensors, turns=turns, page_size=step.kv.page_size, norms=norms, window=window)
+    def launch(*tensors, norms, window, is_early):
+        return decode_attention(*tensors, turns=turns, page_size=step.kv.page_size, norms=norms, window=window)
 
-    return SimpleNamespace(launch=launch)
+    return SimpleNamespace(launch=launch, max_rows=2)
 
 
-@pytest.mark.parametrize("size", (1, 2))
-@pytest.mark.parametrize("most_rows", (0, 2, 16))
-@pytest.mark.parametrize("has_attention", (True, False))
-@pytest.mark.parametrize("family", ("qwen2", "qwen3"))
-def test_the_wiring(family, has_attention, most_rows, size, tmp_path, monkeypatch):
+@pytest.fixture
+def twin_kernels(monkeypatch):
+    """Twins in the place of the launches."""
+
     def launch_embed(kernel, ids, table, begin, end, out, zeroed):
         zeroed.zero_()
         return out.copy_(embed(ids, table, begin, end))
+
+    def launch_add_norm(kernel, x, residual, weight, eps, out):
+        return out.copy_(add_norm(x, residual, weight, eps))
 
     def launch_filters(kernel, *tensors, is_pdl):
         filter_logits(*tensors)
@@ -103,7 +114,16 @@ def test_the_wiring(family, has_attention, most_rows, size, tmp_path, monkeypatc
     monkeypatch.setattr(cuda_operators, "launch_embed", launch_embed)
     monkeypatch.setattr(cuda_operators, "launch_silu_mul", lambda kernel, both, out: out.copy_(silu_mul(both)))
     monkeypatch.setattr(cuda_operators, "launch_filter_logits", launch_filters)
+    monkeypatch.setattr(cuda_operators, "launch_add_norm", launch_add_norm)
+    monkeypatch.setattr(cuda_operators, "launch_rotary_write", lambda kernel, *tensors: rotary_write(*tensors))
     monkeypatch.setattr(cuda_operators, "FUSED_ROWS", 3)
+
+
+@pytest.mark.parametrize("size", (1, 2))
+@pytest.mark.parametrize("most_rows", (0, 2, 16))
+@pytest.mark.parametrize("has_attention", (True, False))
+@pytest.mark.parametrize("family", ("qwen2", "qwen3"))
+def test_the_wiring(family, has_attention, most_rows, size, tmp_path, twin_kernels):
     windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1} if family == "qwen2" else {}
     folder = save_model(make_model(family, max_position_embeddings=128, **windows), tmp_path)
     gemvs = []
@@ -112,8 +132,9 @@ def test_the_wiring(family, has_attention, most_rows, size, tmp_path, monkeypatc
         step, max_context = replica.backend, replica.scheduler.limits.max_model_len
         attention = twin_attention(step, max_context) if has_attention else None
         gemvs.append(TwinGemv(most_rows))
-        ends = EndKernels(None, None, None, None)
+        ends = EndKernels(*[None] * 6)
         operators = CudaOperators(step, replica.full_vocab, TwinPeers(replica.comm), attention, gemvs[-1], ends)
+        replica.backend = TwinPrefill(operators, replica.scheduler.limits, graph_tokens=16)
         max_pages = -(-max_context // step.kv.page_size)
         return TwinBurst(operators, RowState(8, max_pages, replica.full_vocab, CPU, replica.comm.check))
 
@@ -129,4 +150,64 @@ def test_the_wiring(family, has_attention, most_rows, size, tmp_path, monkeypatc
     ]
     plain, run = answer(folder, filtered(), size), answer(folder, filtered(), size, bursts=bursts)
     assert run.answers == plain.answers and run.stats.num_waits == 0
+    # Chunks of prompts beside rows that decode, and prompts alone in a bucket.
+    for settings in ({"max_step_tokens": 9}, {"max_batch": 1}):
+        assert answer(folder, rows(), size, bursts=bursts, **settings).answers == answer(folder, rows(), size).answers
     assert (gemvs[0].num_products > 0) == (most_rows > 0)
+
+
+@pytest.mark.parametrize("size", (1, 2))
+def test_many_rows_by_an_fp8_matrix(size, tmp_path, monkeypatch, twin_kernels):
+    """Scaled products in prefill, the widened matrix for few rows: as an eager step that does the same."""
+    counts = []
+
+    class TwinScaled:
+        def takes(self, x, weight):
+            return isinstance(weight, Fp8Weight) and x.shape[0] >= MIN_ROWS
+
+        def linear(self, x, weight, bias=None):
+            counts.append(x.shape[0])
+            return scaled_linear(x, weight, bias)
+
+    def bursts(replica):
+        step, limits = replica.backend, replica.scheduler.limits
+        ends, peers = EndKernels(*[None] * 6), TwinPeers(replica.comm)
+        operators = CudaOperators(step, replica.full_vocab, peers, None, TwinGemv(0), ends, TwinScaled())
+        replica.backend = TwinPrefill(operators, limits, graph_tokens=0)
+        return TwinBurst(operators, RowState(8, 8, replica.full_vocab, CPU, replica.comm.check))
+
+    folder = save_model(make_model("qwen2", max_position_embeddings=128), tmp_path)
+    rows = lambda: [request([7 * idx + 3] * 20 + text, max_tokens=6) for idx, text in enumerate(prompts(3))]  # noqa: E731
+    run = answer(folder, rows(), size, bursts=bursts, dtype="fp8", max_batch=1)
+    assert len(set(counts)) == 3 and min(counts) > 20
+    # The last layer's o, gate and up, and down meet the one token that is asked for, so they take the other way.
+    assert len(counts) == 3 * size * (4 + 1)
+    monkeypatch.setattr(engine.eager, "linear", fp8_linear)
+    assert run.token_ids != [] and len(run.token_ids[2]) == 6
+    plain = answer(folder, rows(), size, dtype="fp8", max_batch=1)
+    same = sum(ids == wanted for ids, wanted in zip(run.token_ids, plain.token_ids))
+    assert same >= 2, (run.token_ids, plain.token_ids)  # the last layer's rounding may turn a near tie
+
+
+@pytest.mark.parametrize("size", (1, 2, 3))
+def test_products_that_are_summed_in_parts(size, tmp_path, monkeypatch, twin_kernels):
+    """The second stream is a twin: what is summed, in which order, and that each sum is waited for before it is used."""
+    waits = []
+    side = SimpleNamespace(wait_stream=lambda stream: None, record_event=lambda: len(waits))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: side)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=waits.append))
+
+    def bursts(replica):
+        step, limits = replica.backend, replica.scheduler.limits
+        ends, sums = EndKernels(*[None] * 6), OverlappedSums(replica.comm, min_rows=5)
+        operators = CudaOperators(step, replica.full_vocab, TwinPeers(replica.comm), None, TwinGemv(0), ends, sums=sums)
+        replica.backend = TwinPrefill(operators, limits, graph_tokens=0)
+        return TwinBurst(operators, RowState(8, 8, replica.full_vocab, CPU, replica.comm.check))
+
+    folder = save_model(make_model("qwen2", max_position_embeddings=128), tmp_path)
+    rows = lambda: [request(text, max_tokens=6) for text in ([3] * 5, [4] * 21, [5] * 4)]  # noqa: E731
+    plain = answer(folder, rows(), size, max_batch=1)
+    assert answer(folder, rows(), size, max_batch=1, bursts=bursts).answers == plain.answers
+    # Two prompts are long enough, o and down of the first layer alone: the last layer has the one token that is asked for.
+    assert len(waits) == 2 * 2 * 2 * size

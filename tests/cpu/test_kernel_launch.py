@@ -105,6 +105,14 @@ def test_arguments_arrive_as_declared_and_are_patched_at_each_launch(driver):
     assert driver.num_configs == 1, "a configuration is made once a shape"
 
 
+def test_configurations_of_any_length_do_not_pile_up(driver):
+    kernel = kernel_of(driver)
+    for grid in range(1, 2100):
+        kernel.launch(grid, 32, ARGS, stream=0)
+        assert len(kernel._configs) <= 1024
+    assert [config["gridDimX"] for config, _ in driver.launches] == list(range(1, 2100))
+
+
 @pytest.mark.parametrize(
     "idx, value", [(0, -1), (0, 2**64), (0, None), (0, 1.5), (1, 2**31), (2, -1), (3, "x"), (4, [1, 2]), (5, 2**63)]
 )

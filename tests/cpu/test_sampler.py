@@ -181,3 +181,12 @@ def test_logprobs_are_those_of_the_unfiltered_distribution():
     assert chosen == pytest.approx(float(expected[0]))
     assert [token for token, _ in top] == [2, 1, 0]
     assert top[0][1] == pytest.approx(float(expected[2]))
+
+
+def test_rows_with_nothing_to_choose_from_are_none_whatever_their_rules():
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(3))
+    logits[0, 7], logits[1, 9], logits[2] = math.nan, math.inf, -math.inf
+    rules = ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5, "min_p": 0.1}, {"repetition_penalty": 1.2, "top_k": 3})
+    for options in rules:
+        tokens = sample(logits, [state(**options) for _ in range(4)])
+        assert tokens[:3] == [None] * 3 and tokens[3] is not None, options

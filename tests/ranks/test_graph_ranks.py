@@ -1,4 +1,4 @@
-"""Captured decode steps of 2, 4 and 8 ranks against eager steps of the same ranks, and transformers. 4 and 8 need MPS.
+"""Captured steps of 2, 4 and 8 ranks against eager steps of the same ranks, and transformers. 4 and 8 share GPUs and need MPS.
 
 `python -m pytest -q -s tests/ranks/test_graph_ranks.py`, about two minutes a degree; prints what it counted.
 """
@@ -20,10 +20,18 @@ VOCAB = 1009
 QWEN = {"top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
 
 
-def rows(count: int, max_tokens: int, **options) -> list:
+# Rows, their tokens, the numbers of their prompts, and their options. Prompts alone are prefilled plainly, then by padded steps
+# (the second of a bucket captures), then from graphs.
+CASES = (
+    (1, 60, 0, {}), (3, 40, 0, {}), (20, 25, 0, {}), (2, 60, 0, QWEN), (20, 25, 0, QWEN), (3, 20, 0, {}),
+    *((1, 6, number, {}) for number in range(1, 13)),
+)  # fmt: skip
+
+
+def rows(count: int, max_tokens: int, number: int, **options) -> list:
     from tests.cpu.engine_harness import request
 
-    rng = random.Random(count)
+    rng = random.Random(count + 1000 * number)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 70))] for _ in range(count)]
     return [
         request(prompt, idx, max_tokens=max_tokens, temperature=float(idx % 2), **options) for idx, prompt in enumerate(prompts)
@@ -78,12 +86,16 @@ def answer_both(replicas: list, make_requests) -> list:
 def answer_in_turn(rank: int, size: int, folder: str, is_profiled: bool) -> list:
     """(tokens with graphs, tokens of eager steps, host waits with graphs, digest) of each case. `is_profiled`: the graphs."""
     world, comm = open_comm()
-    replicas = open_pair(folder, world, comm, is_profiled, dtype="float32", kv_memory_bytes=1 << 24, max_batch=9)
+    replicas = open_pair(
+        folder, world, comm, is_profiled, dtype="float32", kv_memory_bytes=1 << 24, max_batch=9,
+        overlap_tokens=129,  # of two ranks with a GPU each: steps of several prompts
+    )  # fmt: skip
     outcomes = []
-    for count, max_tokens, options in ((1, 60, {}), (3, 40, {}), (20, 25, {}), (2, 60, QWEN), (20, 25, QWEN), (3, 20, {})):
-        plain, run = answer_both(replicas, lambda: rows(count, max_tokens, **options))  # noqa: B023
+    for count, max_tokens, number, options in CASES:
+        plain, run = answer_both(replicas, lambda: rows(count, max_tokens, number, **options))  # noqa: B023
         tokens = [run.token_ids, plain.token_ids] if rank == 0 else [[], []]
         outcomes.append((*tokens, run.stats.num_waits, replicas[1].digest))
+    assert is_profiled or len(replicas[1].backend._graphs) >= 2
     if is_profiled:
         burst = replicas[1].profiler.profile().kinds["burst"]
         assert burst.stages["all_reduce"] > 0 and sum(burst.stages.values()) == pytest.approx(burst.wall_us, rel=1e-3)

@@ -1,0 +1,139 @@
+"""Prefill in graphs, launched one by one, and in chunks, against the eager step, on one GPU; and how often the host waits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.gpu.graph_engine import answer_on_gpu, open_replica
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+VOCAB = 1009
+# Two prompts or more of each bucket.
+BORDERS = (1, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 191, 193, 255, 256, 257, 383, 385, 511, 512, 513, 700)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    from tests.cpu.tiny import make_model, save_model
+
+    shape = {"vocab_size": VOCAB, "hidden_size": 256, "head_dim": 64, "intermediate_size": 208, "max_position_embeddings": 1024}
+    window = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
+    options = {"qwen2": {}, "qwen3": {}, "window": window, "narrow": {"head_dim": 24}}
+    made = {}
+    for name, extra in options.items():
+        family = name if name.startswith("qwen") else "qwen2"
+        made[name] = save_model(make_model(family, **{**shape, **extra}), tmp_path_factory.mktemp(name))
+    return made
+
+
+def rows(lengths, max_tokens: int = 4, **options) -> list:
+    from tests.cpu.engine_harness import request
+
+    rng = random.Random(7)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
+    return [request(prompt, idx, max_tokens=max_tokens, **options) for idx, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("steps", ("cuda", "torch"))
+@pytest.mark.parametrize("family", ("qwen2", "qwen3", "window", "narrow"))
+def test_every_border_of_the_buckets(folders, family, steps):
+    """fp32, prompts one by one: plainly, when a bucket is captured, and from graphs that are there."""
+    from engine.graph.prefill import GraphPrefill
+
+    eager, graph = (open_replica(folders[family], kind, max_batch=1) for kind in ("eager", steps))
+    if steps == "torch":
+        graph.backend = GraphPrefill(graph.burst_backend._operators, graph.scheduler.limits, 512)
+    wanted = answer_on_gpu(eager, rows(BORDERS))
+    for _ in range(2):
+        assert answer_on_gpu(graph, rows(BORDERS)).answers == wanted.answers
+    assert sorted(graph.backend._graphs) == [16, 32, 64, 128, 192, 256, 384, 512]
+
+
+@pytest.mark.parametrize("family", ("qwen2", "qwen3", "window", "narrow"))
+def test_chunks_and_mixed_steps(folders, family):
+    """Chunks beside rows that decode, several prompts in a step, no graphs at all: the same tokens as eager steps (fp32)."""
+    lengths = (5, 300, 64, 64, 64, 129, 1, 40, 700)
+    wanted = answer_on_gpu(open_replica(folders[family], "eager", max_batch=9), rows(lengths, 30))
+    for settings in ({"max_batch": 9}, {"max_batch": 4, "max_step_tokens": 50}, {"max_batch": 9, "max_step_tokens": 128},
+                     {"max_batch": 2, "graph_tokens": 0}):  # fmt: skip
+        run = answer_on_gpu(open_replica(folders[family], "cuda", **settings), rows(lengths, 30))
+        assert run.answers == wanted.answers, settings
+
+
+def test_bf16_and_fp8_answer(folders):
+    """Of other dtypes the first token's logits: near the eager step's."""
+    from engine.replica import build_batch
+    from engine.scheduler import ScheduledRow
+    from engine.sequence import Sequence
+
+    for dtype, most in (("bfloat16", 0.05), ("fp8", 0.2)):
+        eager, graph = (open_replica(folders["qwen2"], kind, dtype=dtype, max_batch=2) for kind in ("eager", "cuda"))
+        for length in (16, 100, 600):
+            prompt = rows([length])[0].prompt_ids
+            sequence = Sequence(0, prompt, length, 999, pages=list(range(3, 3 + -(-length // 16))))
+            batch = build_batch([ScheduledRow.of(sequence, length)], 16, eager.device)
+            wanted = eager.backend.run(batch)
+            found = [graph.backend.run(batch).clone() for _ in range(3)]  # plainly, padded, and from a graph
+            for way, logits in zip(("plain", "padded"), found):
+                error = float((logits - wanted).norm() / (wanted - wanted.mean()).norm())
+                print(f"{dtype}, {length} tokens, {way}: relative error of the logits {error:.4f}")
+                assert error < most
+            assert torch.equal(found[2], found[1])
+
+
+@pytest.mark.parametrize("length", (3, 100, 257))
+def test_padding_writes_nowhere(folders, length):
+    from engine.replica import build_batch
+    from engine.scheduler import ScheduledRow
+    from engine.sequence import Sequence
+
+    graph = open_replica(folders["qwen2"], "cuda", max_batch=2)
+    kv = graph.backend.kv
+    pages = random.Random(3).sample(range(kv.num_slots // 16), 40)
+    # A longer prompt leaves its slots in the buffers; then each way that a prompt may take.
+    for count in (511, 511, length, length, length):
+        kv.keys.fill_(float("nan"))
+        kv.values.fill_(float("nan"))
+        sequence = Sequence(0, rows([count])[0].prompt_ids, count, 999, pages=pages[: -(-count // 16)])
+        batch = build_batch([ScheduledRow.of(sequence, count)], 16, graph.device)
+        assert graph.backend.run(batch).isfinite().all()
+        is_new = torch.zeros(kv.num_slots, dtype=torch.bool, device="cuda").index_fill_(0, batch.slots, True)
+        for cache in (kv.keys, kv.values):
+            assert cache[:, is_new].isfinite().all() and cache[:, ~is_new].isnan().all(), count
+
+
+RULES = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1, "frequency_penalty": 0.1}
+
+
+@pytest.mark.parametrize("rules", ({}, {"temperature": 1.0}, RULES), ids=("greedy", "drawn", "filtered"))
+@pytest.mark.parametrize("lengths", ((100,), (700,), (60, 60, 200, 5)))
+def test_a_request_waits_at_most_twice(folders, lengths, rules):
+    """Prefill and 128 tokens, once the graphs are there."""
+    from engine.profile.host_syncs import count_host_syncs
+
+    graph = open_replica(folders["qwen2"], "cuda", max_batch=4)
+    for _ in range(2):  # the second captures
+        answer_on_gpu(graph, rows(lengths, 129, **rules))
+    runs = []
+    count = count_host_syncs(lambda: runs.append(answer_on_gpu(graph, rows(lengths, 129, **rules))))
+    print(f"prompts of {lengths} and 128 tokens more: {count} host syncs")
+    assert count <= 2 and runs[0].stats.num_waits == 0
+
+
+def test_a_prompt_of_30_000_tokens(tmp_path_factory):
+    from tests.cpu.tiny import make_model, save_model
+
+    shape = {"vocab_size": VOCAB, "hidden_size": 256, "head_dim": 64, "intermediate_size": 208, "num_attention_heads": 4}
+    folder = save_model(make_model("qwen2", **shape, max_position_embeddings=32768), tmp_path_factory.mktemp("long"))
+    settings = {"max_batch": 1, "dtype": "bfloat16", "max_model_len": 30_100}
+    wanted = answer_on_gpu(open_replica(folder, "eager", max_step_tokens=2048, **settings), rows([30_000], 3, logprobs=20))
+    for step_tokens in (2048, 4096, 32_768):
+        run = answer_on_gpu(open_replica(folder, "cuda", max_step_tokens=step_tokens, **settings), rows([30_000], 3, logprobs=20))
+        found, right = run.answers[0][0].logprobs[0], wanted.answers[0][0].logprobs[0]
+        likely = {entry.token_id: entry.logprob for entry in right.top}
+        print(f"chunks of {step_tokens}: {found.token_id} at {found.logprob:.3f}, eager {right.token_id} at {right.logprob:.3f}")
+        assert likely.get(found.token_id, -99.0) > max(likely.values()) - 0.15
