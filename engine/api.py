@@ -119,7 +119,7 @@ class Engine:
 
     def prefill_step(self, num_rows: int, num_tokens: int) -> str:
         """What computes `num_rows` new prompts of `num_tokens` tokens in a step: `graph`, `kernels` (one by one), or `eager`."""
-        backend = self._replica.backend
+        backend = self.replica.backend
         if not isinstance(backend, PrefillStep):
             return "eager"
         return "kernels" if backend.bucket(num_rows, num_tokens) is None else "graph"
