@@ -46,16 +46,18 @@ VLLM_TPOT_MS = {
     ("qwen2.5-72b", 2, "fp8", 1): {128: 13.03, 512: 13.02, 2048: 13.13},
 }
 
+PROFILED_TOKENS = 17  # of a row, while copies are counted: torch's profiler takes far longer for a kernel than the GPU
+
 
 @dataclass(frozen=True)
 class Timing:
-    """`tpot_ms` of a step. In the steps of a run after the first: `num_waits` of the engine for the device, `num_syncs` of the
-    host inside torch, `num_copies` from the device to the host; None where not known."""
+    """`tpot_ms` of a step. `num_waits` of the engine for the device in the steps of a run after the first. Of such a step, on
+    average: `step_syncs` of the host inside torch, `step_copies` from the device to the host. None where not known."""
 
     tpot_ms: float
     num_waits: int | None
-    num_syncs: int | None = None
-    num_copies: int | None = None
+    step_syncs: float | None = None
+    step_copies: float | None = None
 
 
 def time_decode(engine: Engine, case: Case, repeats: int) -> Timing:
@@ -71,12 +73,13 @@ def time_decode(engine: Engine, case: Case, repeats: int) -> Timing:
     first, whole = (statistics.median(times) for times in seconds.values())
     num_waits = None if waits[case.output] is None else waits[case.output] - waits[1]
 
-    def count_beyond_prefill(count: Callable[[Callable[[], object]], int | None]) -> int | None:
-        least, most = (count(lambda n=n: run_once(engine, prompts, [n] * case.batch)) for n in (1, case.output))
-        return None if least is None or most is None else most - least
+    def count_a_step(count: Callable[[Callable[[], object]], int | None], num_tokens: int) -> float | None:
+        least, most = (count(lambda n=n: run_once(engine, prompts, [n] * case.batch)) for n in (1, num_tokens))
+        return None if least is None or most is None else (most - least) / (num_tokens - 1)
 
-    num_syncs, num_copies = count_beyond_prefill(count_host_syncs), count_beyond_prefill(count_host_copies)
-    return Timing(1e3 * (whole - first) / (case.output - 1), num_waits, num_syncs, num_copies)
+    step_syncs = count_a_step(count_host_syncs, case.output)
+    step_copies = count_a_step(count_host_copies, min(case.output, PROFILED_TOKENS))
+    return Timing(1e3 * (whole - first) / (case.output - 1), num_waits, step_syncs, step_copies)
 
 
 def make_record(case: Case, timing: Timing, reads: Reads, num_layers: int, backend: str, comm: str) -> Record:
@@ -88,10 +91,10 @@ def make_record(case: Case, timing: Timing, reads: Reads, num_layers: int, backe
         "hbm_tb_s": reads.total / tpot_s / 1e12,
         "layer_residual_us": 1e6 * (tpot_s - reads.weight_bytes / (READ_TB_S * 1e12)) / num_layers,
     }
-    counts = {"host_syncs": timing.num_waits, "torch_syncs": timing.num_syncs, "host_copies": timing.num_copies}
-    for name, number in counts.items():
+    waits = None if timing.num_waits is None else timing.num_waits / (case.output - 1)
+    for name, number in {"host_syncs": waits, "torch_syncs": timing.step_syncs, "host_copies": timing.step_copies}.items():
         if number is not None:
-            metrics[f"{name}_per_token"] = number / (case.output - 1)
+            metrics[f"{name}_per_token"] = number
     peer: dict[str, object] = {}
     tpot_ms = VLLM_TPOT_MS.get((case.model, case.tp, case.dtype, case.batch), {}).get(case.prompt)
     if tpot_ms is not None and has_peer(case, comm):

@@ -101,7 +101,7 @@ def test_waits_that_are_not_counted_are_not_recorded():
     found = make_record(case(batch=2), Timing(4.0, None), Reads(1, 1), 28, "eager", "none")
     assert "host_syncs_per_token" not in found.metrics and "not counted" in "\n".join(describe(found, Reads(1, 1)))
     assert make_record(case(batch=2), Timing(4.0, 6), Reads(1, 1), 28, "eager", "none").metrics["host_syncs_per_token"] == 2.0
-    counted = make_record(case(batch=2), Timing(4.0, 0, 3, 9), Reads(1, 1), 28, "eager", "none")
+    counted = make_record(case(batch=2), Timing(4.0, 0, 1.0, 3.0), Reads(1, 1), 28, "eager", "none")
     assert (counted.metrics["torch_syncs_per_token"], counted.metrics["host_copies_per_token"]) == (1.0, 3.0)
     assert "inside torch: 1.000; copies to the host a step: 3.000" in "\n".join(describe(counted, Reads(1, 1)))
 
