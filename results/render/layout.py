@@ -48,7 +48,13 @@ LAYOUTS = {
     ),
     "put_signal": Layout("Put-with-signal", "One hop between two GPUs; the ceiling is the bare link, one word there."),
     "soak": Layout("Soak", "All-reduces with changing data and sizes, every one checked on the device.", work=("calls",)),
-    "product": Layout("Products of a decode step", "Each kind alone, weights from HBM.", split=("model",)),
+    "product": Layout(
+        "Products of a decode step",
+        "Each kind alone, weights from HBM, by the fastest way that `engine.bench.gemv` timed; the others are in\n"
+        "`kernels/gemv_choice.py`. FP8 is held against the library's product with the same weight in bf16.",
+        split=("model",),
+    ),
+    "prefill_product": Layout("Products of prefill", "Each kind alone, with the quantising or widening that a way needs."),
     "fp8_error": Layout(
         "FP8 weights",
         "Errors in percent of what the model computes in fp32: of a kind's products, and of the logits when it alone is in FP8.\n"

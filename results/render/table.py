@@ -10,15 +10,19 @@ from results.render.columns import Column, markdown, plain_columns
 from results.render.layout import layout_of
 from results.render.record import Record
 
+MOST_OPEN_ROWS = 40  # of a table that is not folded
+
 
 def table(caption_keys: Sequence[str], columns: Sequence[Column], records: Sequence[Record]) -> list[str]:
-    """A caption with what all rows share, the rows, where they are from, and how to get them again."""
+    """A caption with what all rows share, the rows, where they are from, and how to get them again. A long table is folded."""
     caption = describe(caption_keys, records[0].case)
-    lines = [f"**{caption}**", ""] if caption else []
-    lines += [*markdown(columns), "", f"<sub>{origin(records)}</sub>", ""]
+    lines = [*markdown(columns), "", f"<sub>{origin(records)}</sub>", ""]
     commands = dict.fromkeys(record.command for record in records)
     how = ", under MPS (<code>sh launch/with_mps.sh COMMAND</code>)" if is_gpu_shared(records) else ""
-    return [*lines, f"<details><summary>To run it again{how}</summary>", "", "```", *commands, "```", "</details>", ""]
+    lines += [f"<details><summary>To run it again{how}</summary>", "", "```", *commands, "```", "</details>", ""]
+    if len(records) > MOST_OPEN_ROWS:
+        return [f"<details><summary><b>{caption}</b>: {len(records)} rows</summary>", "", *lines, "</details>", ""]
+    return [f"**{caption}**", "", *lines] if caption else lines
 
 
 def is_gpu_shared(records: Sequence[Record]) -> bool:

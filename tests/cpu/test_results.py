@@ -254,7 +254,7 @@ def test_plots_have_the_same_bytes_twice_and_old_ones_go(tmp_path):
         found.append({path.name: path.read_bytes() for path in (tmp_path / "plots").iterdir()})
     assert found[0] == found[1]
     assert sorted(found[0]) == [
-        "all-reduce-2-ranks-1-x-test-gpu.svg", "drift-soak-1-x-test-gpu.svg",
+        "all-reduce-2-ranks-1-x-test-gpu.svg", "drift-drift-1-x-test-gpu.svg", "drift-soak-1-x-test-gpu.svg",
         "stages-decode-qwen2.5-7b-1-x-test-gpu.svg",
         "tpot-qwen2.5-7b-1-x-test-gpu.svg",
     ]  # fmt: skip
