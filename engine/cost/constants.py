@@ -22,9 +22,9 @@ class Constant:
     scales_with: str = ""
 
 
-_PRODUCTS = "results/LOG.md, 2026-11-30, decode kernels, fourth version: the line through gate+up of 72B TP=1"
+_PRODUCTS = "results/product.jsonl, one row: the line through gate+up of 72B at TP=1 and its qkv at TP=2"
 _LIBRARY = "trial on an H200, 2026-11-30: cuBLAS in a graph, line through the 12 products of 72B at TP=2, 4, 8 (within 2.1 us)"
-_ATTENTION = "results/LOG.md, 2026-11-30: line through 5.3 us at 512 and 48 us at 32k tokens; the first version, since replaced"
+_ATTENTION = "results/LOG.md, 2026-11-30: line through 3.68 us at 512 and 23.1 us at 32k tokens, one row of four KV heads"
 _CHOICE = "results/LOG.md, 2026-11-30: arg-max of 76032 columns a rank at two ranks, line through 1 and 32 rows"
 
 
@@ -36,19 +36,22 @@ class Constants:
     copy_tb_s: Constant = Constant(
         4.30, "TB/s", "trial on an H200, 2026-11-30: torch copy, bytes read and written", scales_with="hbm"
     )
-    product_bf16_tb_s: Constant = Constant(3.98, "TB/s", f"{_PRODUCTS} (3.95 TB/s) and qkv of TP=2 (3.68)", scales_with="hbm")
-    product_bf16_us: Constant = Constant(1.7, "us a product", f"{_PRODUCTS} (3.95 TB/s) and qkv of TP=2 (3.68)")
-    product_fp8_tb_s: Constant = Constant(3.54, "TB/s", f"{_PRODUCTS} (3.45 TB/s) and qkv of TP=2 (2.70)", scales_with="hbm")
-    product_fp8_us: Constant = Constant(3.7, "us a product", f"{_PRODUCTS} (3.45 TB/s) and qkv of TP=2 (2.70)")
+    product_bf16_tb_s: Constant = Constant(4.53, "TB/s", f"{_PRODUCTS} (4.49 and 4.09 TB/s)", scales_with="hbm")
+    product_bf16_us: Constant = Constant(2.0, "us a product", f"{_PRODUCTS} (4.49 and 4.09 TB/s)")
+    product_fp8_tb_s: Constant = Constant(4.39, "TB/s", f"{_PRODUCTS} (4.27 and 3.28 TB/s)", scales_with="hbm")
+    product_fp8_us: Constant = Constant(3.2, "us a product", f"{_PRODUCTS} (4.27 and 3.28 TB/s)")
     library_tb_s: Constant = Constant(4.42, "TB/s", _LIBRARY, scales_with="hbm")
     library_us: Constant = Constant(4.3, "us a product", _LIBRARY)
     matrix_tflops: Constant = Constant(
-        790.0, "TFLOP/s", "guess: 80 % of the datasheet's 989 for large bf16 products; no run behind it", False, "matrix"
+        690.0, "TFLOP/s", "fitted to results/prefill.jsonl: 7B at 512 and 2048 tokens", scales_with="matrix"
     )
-    attention_tb_s: Constant = Constant(1.55, "TB/s of keys and values", _ATTENTION, False, "hbm")
-    attention_us: Constant = Constant(4.6, "us a layer", _ATTENTION, False)
+    attention_tb_s: Constant = Constant(3.4, "TB/s of keys and values", _ATTENTION, scales_with="hbm")
+    attention_us: Constant = Constant(3.4, "us a layer", _ATTENTION)
     prefill_attention_tflops: Constant = Constant(300.0, "TFLOP/s", "guess: torch's, causal half counted", False, "matrix")
-    norm_us: Constant = Constant(1.5, "us a call", "guess: residual and norm of few rows without peers", False)
+    norm_us: Constant = Constant(2.5, "us a call", "fitted to results/decode.jsonl: TPOT of 7B bf16 less products and attention")
+    norm_row_us: Constant = Constant(
+        0.11, "us a row", "results/all_reduce.jsonl: with residual and norm at two ranks, line through 1 and 32 rows of 72B"
+    )
     silu_us: Constant = Constant(1.5, "us a call", "guess: SiLU and product, where they are a kernel of their own", False)
     choose_us: Constant = Constant(7.4, "us a step", _CHOICE)
     choose_row_us: Constant = Constant(0.16, "us a row", _CHOICE)

@@ -133,7 +133,7 @@ def _decode_borders(values: Values, setting: Setting) -> float:
     else:
         us += shard.num_products * (values.product_fp8_us if shard.blueprint.is_fp8 else values.product_bf16_us)
     if not setting.has_peers or batch > FUSED_ROWS:  # else the norm comes with the sum
-        us += shard.num_reduces * values.norm_us
+        us += shard.num_reduces * (values.norm_us + (batch - 1) * values.norm_row_us)
     return us
 
 
