@@ -16,7 +16,7 @@ from typing import NoReturn
 import click
 
 from engine.command import CommandOptions
-from engine.settings import DEFAULT_MAX_TOKENS, DEFAULT_NUM_DRAFTS, MAX_NUM_DRAFTS
+from engine.settings import DEFAULT_MAX_TOKENS, MAX_ADAPTIVE_DRAFTS, MAX_NUM_DRAFTS
 from launch.comm_policy import NAMES
 from launch.environment import Environment
 from launch.errors import DoorbellError
@@ -136,8 +136,9 @@ def option(*names: str, **settings: object):
 @option("--ngram", "is_ngram", is_flag=True, help="Guess tokens from what the row has said before; the answers stay the same.")
 @option("--draft-model", metavar="DIR", show_default="none",
         help="Guess tokens with a small model that has the same tokenizer (folder or shape, like --model).")
-@option("--num-drafts", type=click.IntRange(1, MAX_NUM_DRAFTS), metavar="K", show_default=f"{DEFAULT_NUM_DRAFTS}",
-        help=f"Most guessed tokens a row and step, 1 to {MAX_NUM_DRAFTS}.")
+@option("--num-drafts", type=click.IntRange(1, MAX_NUM_DRAFTS), metavar="K",
+        show_default=f"up to {MAX_ADAPTIVE_DRAFTS}, by how a row's guesses hold",
+        help=f"Guessed tokens a row and step, 1 to {MAX_NUM_DRAFTS}.")
 @option("--draft-kv-memory", type=ByteSize(), show_default="a quarter of the target's", help="KV cache of the draft model.")
 # Output
 @option("--output", "output_path", metavar="FILE", show_default="standard output", help="JSONL rows, one as each finishes.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 DEFAULT_MAX_TOKENS = 512
 DEFAULT_PAGE_SIZE = 16
-DEFAULT_NUM_DRAFTS = 4
+MAX_ADAPTIVE_DRAFTS = 8  # of a row and step, where it is not said how many
 # The largest bucket of prefill. Padding costs multiplications, which a prompt of several hundred tokens is bound by, so the best
 # border is to be measured (`--graph-tokens` of the prefill bench).
 DEFAULT_GRAPH_TOKENS = 512
@@ -26,13 +26,13 @@ class EngineSettings:
     each takes its part of the memory; for tests, under MPS.
     `shard_of`: compute what rank 0 of so many ranks would, alone; the output means nothing.
     `None` in `max_model_len` means the model's own limit. `is_ngram` or `draft_model` (a folder or shape, like `model`) switch
-    speculation on, with at most `num_drafts` guessed tokens a row and step (None: 4); `draft_kv_memory_bytes`: KV cache of the
-    draft model, on rank 0. `is_eager`: plain torch steps on a GPU, no graphs and no bursts; a CPU has none anyway. `is_profiled`:
-    steps are timed stage by stage (`engine.profile`). `graph_tokens`: the longest prompt that is prefilled by a graph, where
-    there are any; 0 for none. `fp8_products`: how more than a few rows are multiplied by FP8 matrices on a GPU: `scaled`, by FP8
-    activations, or `widened`, by the matrix written out in bf16 (`kernels/fp8_linear.py`).
-    `overlap_tokens`: steps of at least so many tokens sum one half over the ranks while the other is multiplied, where each rank
-    has a GPU of its own; 0 for none, until it has been measured.
+    speculation on, with `num_drafts` guessed tokens a row and step (None: as many as pay); `draft_kv_memory_bytes`: KV cache of
+    the draft model, on rank 0. `is_eager`: plain torch steps on a GPU, no graphs and no bursts; a CPU has none anyway.
+    `is_profiled`: steps are timed stage by stage (`engine.profile`). `graph_tokens`: the longest prompt that is prefilled by
+    a graph, where there are any; 0 for none. `fp8_products`: how more than a few rows are multiplied by FP8 matrices on a
+    GPU: `scaled`, by FP8 activations, or `widened`, by the matrix written out in bf16 (`kernels/fp8_linear.py`).
+    `overlap_tokens`: steps of at least so many tokens sum one half over the ranks while the other is multiplied, where each
+    rank has a GPU of its own; 0 for none, until it has been measured.
     """
 
     model: str

@@ -11,7 +11,7 @@ from engine.prepare import fill_defaults
 from engine.replica import Replica
 from engine.rope import RopeConfig
 from engine.sampling_params import SamplingParams
-from engine.settings import DEFAULT_NUM_DRAFTS, EngineSettings
+from engine.settings import MAX_ADAPTIVE_DRAFTS, EngineSettings
 from launch.threads import ThreadChoice
 
 
@@ -64,7 +64,11 @@ def describe_comm(comm: Communicator) -> dict[str, str]:
 
 def describe_speculation(settings: EngineSettings) -> str:
     source = "n-grams of the row" if settings.is_ngram else settings.draft_model
-    return f"up to {settings.num_drafts or DEFAULT_NUM_DRAFTS} drafts a row and step from {source}" if source else "off"
+    if not source:
+        return "off"
+    if settings.num_drafts is None:
+        return f"up to {MAX_ADAPTIVE_DRAFTS} drafts a row and step, as many as pay, from {source}"
+    return f"up to {settings.num_drafts} drafts a row and step from {source}"
 
 
 def describe_rope(rope: RopeConfig) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from comm.single import SingleCommunicator
 from engine.byte_text import ByteText
+from engine.drafts.depth import AdaptiveDepth, Depth, FixedDepth
 from engine.drafts.model import ModelDrafter
 from engine.drafts.ngram import NgramDrafter
 from engine.drafts.speculation import Drafter, Speculation
@@ -14,13 +15,17 @@ from engine.kv_cache import KvCache
 from engine.loading import Blueprint, load_blueprint_weights, scheduler_limits
 from engine.memory import kv_budget_bytes, page_bytes
 from engine.pages import PagePool
-from engine.settings import DEFAULT_NUM_DRAFTS
+from engine.settings import MAX_ADAPTIVE_DRAFTS
 from engine.text import Text
+from engine.weights import shard_bytes
 from launch.errors import ModelError, UsageError
 
 # The draft's KV cache beside the target's, unless its size is given. A token of a draft a tenth of the target's size takes about
 # a tenth of the bytes, so this is room for more rows than the target has.
 DRAFT_KV_SHARE = 0.25
+# Of one more token in a target's step, as a share of the step. Guesses: a GPU's step of five rows is to take 1.1 times one row's,
+# a CPU multiplies for each row.
+VERIFY_COST = {"cuda": 0.025, "cpu": 0.15}
 
 
 def check_same_tokens(blueprint: Blueprint, text: Text | ByteText) -> None:
@@ -53,7 +58,18 @@ def build_speculation(blueprint: Blueprint, num_ids: int) -> Speculation | None:
         drafter = NgramDrafter()
     else:
         return None
-    return Speculation(drafter, settings.num_drafts or DEFAULT_NUM_DRAFTS)
+    return Speculation(drafter, _depth(blueprint))
+
+
+def _depth(blueprint: Blueprint) -> Depth:
+    num_drafts, draft = blueprint.settings.num_drafts, blueprint.draft
+    if num_drafts is not None:
+        return FixedDepth(num_drafts)
+    cost = VERIFY_COST[blueprint.device.type]
+    if draft is not None:  # a step of few rows takes as long as its weights take to read
+        target_bytes = shard_bytes(blueprint.config, blueprint.plan, blueprint.dtype, blueprint.is_fp8)
+        cost += shard_bytes(draft.config, draft.plan, draft.dtype) / target_bytes
+    return AdaptiveDepth(MAX_ADAPTIVE_DRAFTS, cost)
 
 
 def _build_model(blueprint: Blueprint, draft: Blueprint, num_ids: int) -> ModelDrafter:

@@ -32,6 +32,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.drafts.depth import Depth
 from engine.request import Sample
 from engine.sampler import SamplerState
 
@@ -124,9 +125,9 @@ class DraftStats:
 class Speculation:
     """Asks the drafter for the right rows at the right time, and keeps the score."""
 
-    def __init__(self, drafter: Drafter, num_drafts: int):
-        """`num_drafts`: most draft tokens a row and step."""
-        self.drafter, self.num_drafts = drafter, num_drafts
+    def __init__(self, drafter: Drafter, depth: Depth):
+        """`depth`: how many draft tokens a row gets in a step."""
+        self.drafter, self.depth = drafter, depth
         self.stats = DraftStats()
         self._rows: dict[int, DraftRow] = {}
 
@@ -167,7 +168,7 @@ class Speculation:
             self._rows[seq_id] = row
         row.token_ids += sample.token_ids[len(row.token_ids) - row.num_prompt :]
         # The step chooses one token more than it verifies, so a row with room for one token has no use for a draft.
-        row.num_wanted = min(self.num_drafts, row.max_tokens - len(row.token_ids) - 1)
+        row.num_wanted = min(self.depth.choose(row.history), row.max_tokens - len(row.token_ids) - 1)
         return row
 
     def _is_due(self, row: DraftRow) -> bool:

@@ -16,13 +16,23 @@ from engine.profile.step_profiler import NO_PROFILER, StepProfiler
 from engine.scheduler import Limits
 from engine.settings import EngineSettings
 
+CAPABILITY = (9, 0)  # of the GPUs that the kernels are compiled for (`kernels.build.DEFAULT_ARCH`)
 
-def obstacle_to_graphs(settings: EngineSettings, device: torch.device, comm: Communicator) -> str:
-    """Why decode steps are not captured, in a clause; empty if they are. The same on all ranks."""
+
+def obstacle_to_graphs(
+    settings: EngineSettings, device: torch.device, comm: Communicator, capability: tuple[int, int] | None = None
+) -> str:
+    """Why decode steps are not captured, in a clause; empty if they are. The same on all ranks, whose GPUs are of one kind.
+
+    `capability`: of the GPU; None asks it.
+    """
     if device.type != "cuda":
         return "on a CPU"
     if settings.is_eager:
         return "as --eager asks"
+    major, minor = capability or torch.cuda.get_device_capability(device)
+    if (major, minor) != CAPABILITY:
+        return f"our kernels are for Hopper GPUs, and this one has compute capability {major}.{minor}"
     if settings.is_ngram or settings.draft_model is not None:
         return "drafts are made between the steps"
     return "" if comm.is_capturable else f"the all-reduce {comm.name} cannot be captured"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from engine.drafts.depth import FixedDepth
 from engine.drafts.model import ModelDrafter
 from engine.drafts.speculation import DraftRow, Speculation
 from engine.pages import PagePool
@@ -44,11 +45,11 @@ class OracleDrafter:
 def oracle(requests, token_ids, p: float = 1.0, num_drafts: int = 4, num_ids: int = 131) -> Speculation:
     """Speculation that knows that `requests` will say `token_ids`."""
     answers = [[*request.prompt_ids, *tokens] for request, tokens in zip(requests, token_ids)]
-    return Speculation(OracleDrafter(answers, p, num_ids), num_drafts)
+    return Speculation(OracleDrafter(answers, p, num_ids), FixedDepth(num_drafts))
 
 
 def scripted_model(script: Callable, vocab: int, num_drafts: int, num_pages: int = 64, page_size: int = 4) -> Speculation:
     """A draft model whose logits are a script's (see `ScriptedBackend`)."""
     limits = Limits(8, 64, num_pages * page_size)
     drafter = ModelDrafter(ScriptedBackend(script, vocab), PagePool(num_pages, page_size), limits, vocab, vocab, CPU)
-    return Speculation(drafter, num_drafts)
+    return Speculation(drafter, FixedDepth(num_drafts))

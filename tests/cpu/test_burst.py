@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from engine.drafts.depth import FixedDepth
 from engine.drafts.ngram import NgramDrafter
 from engine.drafts.speculation import Speculation
 from engine.graph.burst import MAX_BURST_STEPS, NUM_STEPS_BEHIND
@@ -179,7 +180,7 @@ def test_what_needs_rank_0_takes_no_part_in_bursts(model, options):
 
 
 def test_no_bursts_beside_drafts(model):
-    speculation = lambda: Speculation(NgramDrafter(), 3)  # noqa: E731
+    speculation = lambda: Speculation(NgramDrafter(), FixedDepth(3))  # noqa: E731
     rows = lambda: [request(text * 3, max_tokens=20) for text in prompts(2)]  # noqa: E731
     plain = answer(model, rows())
     run = answer(model, rows(), speculation=speculation(), bursts=twin_bursts)

@@ -128,9 +128,10 @@ def test_buckets_cover_every_batch():
 
 
 def test_who_gets_graphs():
-    cuda, settings = torch.device("cuda", 0), EngineSettings("model")
-    assert obstacle_to_graphs(settings, cuda, SingleCommunicator()) == ""
+    cuda, settings, hopper = torch.device("cuda", 0), EngineSettings("model"), (9, 0)
+    assert obstacle_to_graphs(settings, cuda, SingleCommunicator(), hopper) == ""
     assert obstacle_to_graphs(settings, CPU, SingleCommunicator()) == "on a CPU"
     assert obstacle_to_graphs(EngineSettings("model", is_eager=True), cuda, SingleCommunicator()) == "as --eager asks"
-    assert "drafts" in obstacle_to_graphs(EngineSettings("model", is_ngram=True), cuda, SingleCommunicator())
-    assert "threads cannot be captured" in obstacle_to_graphs(settings, cuda, ThreadCommunicator(ThreadGroup(2), 0))
+    assert "drafts" in obstacle_to_graphs(EngineSettings("model", is_ngram=True), cuda, SingleCommunicator(), hopper)
+    assert "threads cannot be captured" in obstacle_to_graphs(settings, cuda, ThreadCommunicator(ThreadGroup(2), 0), hopper)
+    assert "compute capability 8.0" in obstacle_to_graphs(settings, cuda, SingleCommunicator(), (8, 0))

@@ -84,7 +84,7 @@ def test_neither_the_number_of_drafts_nor_batch_nor_degree_matters(folder, size,
 @pytest.mark.parametrize("size", (1, 2))
 def test_a_draft_that_is_the_target_is_always_right(folder, kind, size):
     """Sampling included: the draft draws with the same numbers."""
-    run = answer(folder, rows(kind), size, draft_model=str(folder))
+    run = answer(folder, rows(kind), size, draft_model=str(folder), num_drafts=4)
     assert run.drafts.acceptance == 1.0 and run.drafts.tokens_per_step > 4.5
     # 1 token from the prompt, then 23 at 5 a step.
     assert run.stats.num_steps == 6
@@ -194,6 +194,6 @@ def test_samples_of_one_row_draft_apart(folder):
 def test_a_draft_with_a_shorter_context_stops_drafting(folder, tmp_path):
     short = save_model(make_model("qwen2", max_position_embeddings=40), tmp_path)
     make = lambda: [request(TEXTS[0][:10], max_tokens=60)]  # noqa: E731
-    run = answer(folder, make(), draft_model=str(short))
+    run = answer(folder, make(), draft_model=str(short), num_drafts=4)
     assert run.token_ids == answer(folder, make()).token_ids
     assert 20 <= run.drafts.num_accepted <= 40 and run.drafts.acceptance == 1.0

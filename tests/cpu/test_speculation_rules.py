@@ -12,6 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from engine.byte_text import ByteText
+from engine.drafts.depth import FixedDepth
 from engine.drafts.ngram import LONGEST, NgramDrafter
 from engine.drafts.speculation import HISTORY_PROPOSALS, POOR_INTERVAL_STEPS, DraftRow, Speculation
 from engine.sampler import SamplerState
@@ -206,7 +207,7 @@ def test_ngram_drafts_follow_a_row_that_copies(text):
     passage = prompts(1, longest=40, seed=3)[0][:30]
     row = lambda: request([*passage, 1, 2], max_tokens=30)  # noqa: E731
     script = lambda token_id, position: passage[max(position - 31, 0) % 30]  # noqa: E731
-    run = answer_scripted(script, [row()], text, speculation=Speculation(NgramDrafter(), 8))
+    run = answer_scripted(script, [row()], text, speculation=Speculation(NgramDrafter(), FixedDepth(8)))
     assert run.token_ids == answer_scripted(script, [row()], text).token_ids
     assert run.drafts.acceptance > 0.6 and run.stats.num_steps < 12
 
