@@ -12,6 +12,9 @@ TORCH    ?= torch==2.13.0
 TORCH_FLAGS ?=
 VENV_FLAGS  ?=
 
+# Processes that run tests side by side.
+WORKERS  ?= 2
+
 BIN      := $(VENV)/bin
 # torchrun would set OMP_NUM_THREADS to 1 itself, with a warning; Doorbell chooses its threads either way.
 TORCHRUN  = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(TP)
@@ -66,7 +69,8 @@ demo: model  ## Answer examples/prompts.jsonl on two processes and show the answ
 	@$(BIN)/python -m engine.show $(OUTPUT)
 
 test: model  ## Run every test that needs no GPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 lint: $(STAMP)  ## Check the style
 	$(BIN)/ruff check .
