@@ -163,7 +163,8 @@ class DeviceCollectives:
             reduce = self._lamport_params("norm_inbox", 1, own, normed[part], NORM_ROWS * NORM_CTAS, NORM_PACKETS)
             parts = (0, 0, 0) if x.dim() == 2 else (x[0, part].data_ptr(), rows * hidden, x.shape[0])
             params = NormParams(
-                reduce, residual[part].data_ptr(), normed[part].data_ptr(), weight.data_ptr(), eps, hidden, *parts
+                reduce, residual[part].data_ptr(), normed[part].data_ptr(), weight.data_ptr(), eps, hidden, *parts,
+                self._most_threads is None,
             )  # fmt: skip
             self._launch("all_reduce_lamport_norm", residual.dtype, own.shape[0] * ctas, threads, params, cluster=ctas)
         return normed

@@ -143,6 +143,13 @@ def paged_attention(
             heads = queries.view(1, kv_heads, group, head_dim)
             target.copy_(F.scaled_dot_product_attention(heads, k[None], v[None]).reshape(1, -1, head_dim))
             continue
+        if row.mask is not None and q.is_cuda:
+            # Keys repeated in memory: torch 2.11's memory-efficient attention (fp32) takes expanded ones as well, and then gives
+            # a wrong result for the last of 64 * n + 1 queries under a mask.
+            k, v = (part.repeat_interleave(group, 0)[None] for part in (k, v))
+            result = F.scaled_dot_product_attention(queries.transpose(0, 1)[None], k, v, attn_mask=row.mask)
+            target.copy_(result[0].transpose(0, 1))
+            continue
         # KV heads as the batch dimension, and a zero-stride expansion over the group: no copy of the keys.
         heads = queries.view(-1, kv_heads, group, head_dim).permute(1, 2, 0, 3)
         result = F.scaled_dot_product_attention(

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from kernels.quantize import Fp8Weight
 from tests.gpu.graph_engine import answer_on_gpu, open_replica
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -64,25 +65,42 @@ def test_chunks_and_mixed_steps(folders, family):
         assert run.answers == wanted.answers, settings
 
 
-def test_bf16_and_fp8_answer(folders):
-    """Of other dtypes the first token's logits: near the eager step's."""
+def scaled_twin(x, weight, bias=None):
+    """What a step of many rows computes with FP8 matrices, by torch."""
+    from kernels.fp8_linear import MIN_ROWS, scaled_linear
+    from kernels.linear import linear
+
+    is_scaled = isinstance(weight, Fp8Weight) and x.shape[0] >= MIN_ROWS
+    return scaled_linear(x, weight, bias) if is_scaled else linear(x, weight, bias)
+
+
+@pytest.mark.parametrize(
+    "settings, most",
+    (({"dtype": "bfloat16"}, 0.05), ({"dtype": "fp8", "fp8_products": "widened"}, 0.05), ({"dtype": "fp8"}, 0.1)),
+    ids=("bf16", "widened", "scaled"),
+)
+def test_logits_of_other_dtypes(folders, monkeypatch, settings, most):
+    """Of the first token: near the eager step's. Quantised activations move them far more than rounding does (by 0.3 for this
+    model, whose weights are noise), so there the eager step quantises as well, in torch."""
+    import engine.eager
     from engine.replica import build_batch
     from engine.scheduler import ScheduledRow
     from engine.sequence import Sequence
 
-    for dtype, most in (("bfloat16", 0.05), ("fp8", 0.2)):
-        eager, graph = (open_replica(folders["qwen2"], kind, dtype=dtype, max_batch=2) for kind in ("eager", "cuda"))
-        for length in (16, 100, 600):
-            prompt = rows([length])[0].prompt_ids
-            sequence = Sequence(0, prompt, length, 999, pages=list(range(3, 3 + -(-length // 16))))
-            batch = build_batch([ScheduledRow.of(sequence, length)], 16, eager.device)
-            wanted = eager.backend.run(batch)
-            found = [graph.backend.run(batch).clone() for _ in range(3)]  # plainly, padded, and from a graph
-            for way, logits in zip(("plain", "padded"), found):
-                error = float((logits - wanted).norm() / (wanted - wanted.mean()).norm())
-                print(f"{dtype}, {length} tokens, {way}: relative error of the logits {error:.4f}")
-                assert error < most
-            assert torch.equal(found[2], found[1])
+    if settings == {"dtype": "fp8"}:
+        monkeypatch.setattr(engine.eager, "linear", scaled_twin)
+    eager, graph = (open_replica(folders["qwen2"], kind, max_batch=2, **settings) for kind in ("eager", "cuda"))
+    for length in (15, 100, 600):
+        prompt = rows([length])[0].prompt_ids
+        sequence = Sequence(0, prompt, length, 999, pages=list(range(3, 3 + -(-length // 16))))
+        batch = build_batch([ScheduledRow.of(sequence, length)], 16, eager.device)
+        wanted = eager.backend.run(batch)
+        found = [graph.backend.run(batch).clone() for _ in range(3)]  # plainly, padded, and from a graph
+        for way, logits in zip(("plain", "padded"), found):
+            error = float((logits - wanted).norm() / (wanted - wanted.mean()).norm())
+            print(f"{settings}, {length} tokens, {way}: relative error of the logits {error:.4f}")
+            assert error < most
+        assert torch.equal(found[2], found[1])
 
 
 @pytest.mark.parametrize("length", (3, 100, 257))

@@ -35,7 +35,7 @@ def test_add_norm(dtype, rows, hidden, is_in_place):
     launch_add_norm(load_add_norm(BUILD, dtype), x[:rows], residual[:rows], weight, EPS, out[:rows])
     assert torch.equal(bits(residual[:rows]), bits(wanted_residual)) and torch.equal(residual[rows], last)
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(out[:rows], wanted, rtol=2 * eps, atol=4 * torch.finfo(dtype).tiny)
+    torch.testing.assert_close(out[:rows], wanted, rtol=4 * eps, atol=4 * torch.finfo(dtype).tiny)
     if dtype != torch.float32:
         assert (bits(out[:rows]) == bits(wanted)).float().mean() > 0.99
     assert torch.equal(out[rows], x_before[rows]) if is_in_place else out[rows].isnan().all()

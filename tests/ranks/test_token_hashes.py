@@ -20,6 +20,7 @@ def strays(rank: int, size: int, folder: str) -> list:
     `FLIPPED_STEPS`."""
     from comm.choice import connect
     from engine.bench.token_hashes import TokenHashes
+    from engine.eager import EagerStep
     from engine.graph.cuda_operators import open_operators
     from engine.graph.row_state import RowState
     from engine.graph.step import GraphStep, buckets_for
@@ -39,7 +40,8 @@ def strays(rank: int, size: int, folder: str) -> list:
         folder, device="cuda", dtype="float32", is_gpu_sharing=True, kv_memory_bytes=1 << 24, max_batch=4, max_model_len=256
     )
     replica = build_replica(draw_blueprint(settings, world), world, comm)
-    step, limits, found = replica.backend, replica.scheduler.limits, []
+    prefill, limits, found = replica.backend._operators, replica.scheduler.limits, []
+    step = EagerStep(prefill.config, prefill.plan, prefill.weights, comm, replica.backend.kv)
     for flipped_step in (None, *FLIPPED_STEPS):
         # As `engine.graph.loading.open_graphs`, with a fault in the operators of one rank before they are captured.
         operators, _ = open_operators(step, replica.full_vocab, buckets_for(limits.max_batch)[-1], limits.max_model_len)
@@ -55,7 +57,7 @@ def strays(rank: int, size: int, folder: str) -> list:
             requests = [request([5 + row] * (3 + row), row, max_tokens=16 * (1 + row % 3)) for row in range(9)]
             run = Run(answers=[[] for _ in requests])
             lead_all(replica, requests, run)
-            assert run.stats.num_waits == 0
+            assert run.stats.num_waits <= len(requests)  # a row that joins takes a step of its own
         found.append((hashes.first_stray(), len(hashes.hashes)))
     torch.cuda.synchronize()
     comm.close()
