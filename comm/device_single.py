@@ -14,19 +14,19 @@ _CAPACITY = Capacity(one_shot_bytes=1 << 20, two_shot_bytes=1 << 20)
 
 
 class DeviceSingle:
-    """`collectives` and `vocabulary` of one rank on GPU `device`, which is current and stays so.
+    """`collectives` and `vocabulary` of one rank on GPU `device`, which is current and stays so. `ranks_per_gpu`: as of
+    `DeviceCollectives`, where others compute there as well.
 
     *Raises* `DoorbellError` when the kernels cannot be compiled, `ImportError` without cupy.
     """
 
-    is_one_rank_per_gpu = True
-
-    def __init__(self, build: Build, device: int):
+    def __init__(self, build: Build, device: int, ranks_per_gpu: int = 1):
+        self.is_one_rank_per_gpu = ranks_per_gpu == 1
         kernels = load_collectives(build)
         self._watch = DeviceWatch(_DEADLINE_S)
         self._heap = IpcHeap(0, 1, device, layout_for(1, _CAPACITY), lambda value: [value])
-        self.collectives = DeviceCollectives(self._heap, self._watch, kernels, _CAPACITY)
-        self.vocabulary = DeviceVocabulary(self._heap, self._watch, kernels)
+        self.collectives = DeviceCollectives(self._heap, self._watch, kernels, _CAPACITY, ranks_per_gpu=ranks_per_gpu)
+        self.vocabulary = DeviceVocabulary(self._heap, self._watch, kernels, ranks_per_gpu=ranks_per_gpu)
 
     def check(self) -> None:
         """*Raises* `PeerTimeout` if a kernel gave up."""

@@ -21,9 +21,11 @@ from types import TracebackType
 import torch
 
 from engine.completion import Completion
+from engine.drafts.depth import Depth
 from engine.drafts.loading import build_speculation
-from engine.drafts.speculation import DraftStats
+from engine.drafts.speculation import DraftStats, Speculation
 from engine.frontend import Frontend, checked_seed
+from engine.graph.loading import speculates_on_device
 from engine.graph.prefill import PrefillStep
 from engine.leader import Leader
 from engine.loading import build_replica, draw_blueprint, open_communicator
@@ -90,7 +92,10 @@ class Engine:
         phases.end("comm")
         if self.comm.watch is not None:
             self.comm.watch.start()
-        self._speculation = None if self._frontend is None else build_speculation(blueprint, self._frontend.num_ids)
+        self._speculation = None
+        if self._frontend is not None:
+            is_on_device = speculates_on_device(self.settings, blueprint.device, self.comm)
+            self._speculation = build_speculation(blueprint, self._frontend.num_ids, is_on_device)
         num_ids = None if self._frontend is None else self._frontend.num_ids
         self.replica = build_replica(blueprint, world, self.comm, num_ids=num_ids, phases=phases)
         self.start_s: dict[str, float] = phases.seconds
@@ -105,6 +110,16 @@ class Engine:
     def draft_stats(self) -> DraftStats | None:
         """How speculation has gone so far; on rank 0, None without it."""
         return None if self._speculation is None else self._speculation.stats
+
+    def restart_drafts(self, depth: Depth | None) -> None:
+        """For benches, of an engine that guesses on the device: count anew, remember nothing of what has held, and guess at as
+        many tokens as `depth` says; None for none."""
+        if self._leader is not None:
+            self._speculation = self._leader.speculation = None if depth is None else Speculation(None, depth)
+
+    @property
+    def draft_depth(self) -> Depth | None:
+        return None if self._speculation is None else self._speculation.depth
 
     @property
     def profiler(self) -> Profiler | None:

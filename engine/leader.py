@@ -5,6 +5,7 @@ The leader never touches the schedule; it only reads what its own replica schedu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from engine.completion import Completion, TokenLogprob
 from engine.detokenizer import Detokenizer
 from engine.drafts.speculation import Speculation
+from engine.graph.row_state import Speculable
 from engine.graph.token_ring import NO_TOKEN
 from engine.request import Request, Sample
 from engine.sampler import SamplerState, sample, stream_key, top_logprobs
@@ -64,6 +66,7 @@ class Leader:
         self.samples: dict[int, Sample] = {}
         self._message = StepMessage()
         self._burst_tokens: dict[int, list[int]] = {}
+        self._steps_read = 0
         self._next_id = 0
 
     @property
@@ -104,11 +107,14 @@ class Leader:
         stops = StopStrings(request.stop_strings, include=request.params.include_stop_str)
         return Sample(request, sample_idx, sequence, state, detokenizer, stops)
 
-    def take_message(self, exit_code: int | None = None, burst_steps: int = 0, is_continued: bool = False) -> list[int]:
+    def take_message(
+        self, exit_code: int | None = None, burst_steps: int = 0, num_drafts: int = 0, is_continued: bool = False
+    ) -> list[int]:
         """The message for the next step. Tokens and rows named in it are not named again."""
         message, self._message = self._message, StepMessage()
-        message.burst_steps, message.is_continued = burst_steps, is_continued
+        message.burst_steps, message.num_drafts, message.is_continued = burst_steps, num_drafts, is_continued
         message.tokens += self._burst_tokens.items()
+        message.steps_read, self._steps_read = self._steps_read, 0
         self._burst_tokens = {}
         if exit_code is not None:
             message.exit_code = exit_code
@@ -123,14 +129,24 @@ class Leader:
         """Rows join or leave with the next message."""
         return bool(self._message.finished or self._message.added)
 
-    def steps_alone(self) -> int:
-        """How many tokens every row past its prompt may still have, if all of them can be chosen without rank 0; 0 if they
-        cannot, or if drafts are made between the steps."""
-        if self.speculation is not None:
+    def num_drafts_alone(self, speculable: Speculable | None, running: int | None = None) -> int:
+        """How many guesses a row the device is to make and verify in each step of the next burst, or of the one that has
+        `running`; 0 for none. `speculable`: what such bursts may be."""
+        if speculable is None or self.speculation is None or not 0 < len(self.samples) <= speculable.max_rows:
             return 0
-        return min((self._steps_alone(sample) for sample in self.samples.values() if sample.token_ids), default=0)
+        if any(sample.sequence.rules.is_penalised for sample in self.samples.values()):
+            return 0  # what a row says within a step would change what it may say next
+        return min(self.speculation.choose_for_burst(running), speculable.max_drafts)
 
-    def _steps_alone(self, current: Sample) -> int:
+    def steps_alone(self, num_drafts: int = 0) -> int:
+        """How many steps every row past its prompt still needs, if all of its tokens can be chosen without rank 0; 0 if they
+        cannot, or if drafts are made between the steps. With `num_drafts` in each, as many as it takes at the present rate."""
+        if self.speculation is not None and self.speculation.drafter is not None:
+            return 0
+        num_tokens = min((self._tokens_alone(sample) for sample in self.samples.values() if sample.token_ids), default=0)
+        return num_tokens if num_drafts == 0 else math.ceil(num_tokens / self.speculation.expected_tokens(num_drafts))
+
+    def _tokens_alone(self, current: Sample) -> int:
         params, num_tokens = current.request.params, len(current.token_ids)
         if params.logprobs is not None or not current.sequence.rules.is_small:
             return 0
@@ -140,20 +156,31 @@ class Leader:
     def is_any_open(self, sequences: list[Sequence]) -> bool:
         return any(sequence.seq_id in self.samples for sequence in sequences)
 
-    def receive_burst(self, sequences: list[Sequence], token_ids: list[int]) -> int:
-        """Take the tokens of one step of a burst, as if they had been chosen here. Returns how many were for rows still open."""
+    def receive_burst(self, sequences: list[Sequence], chosen: list[list[int]], num_drafts: int = 0) -> int:
+        """Take the tokens of one step of a burst, by row, as if they had been chosen here. Returns how many were for rows still
+        open."""
+        self._steps_read += 1
         num_taken = 0
-        for sequence, token_id in zip(sequences, token_ids):
+        for sequence, token_ids in zip(sequences, chosen):
             current = self.samples.get(sequence.seq_id)
             if current is None:  # it ended at an earlier step of the burst
                 continue
-            num_taken += 1
-            completion = current.fail(NOT_A_NUMBER) if token_id == NO_TOKEN else current.accept(token_id, self.max_tokens_total)
-            if completion is None:
-                self._burst_tokens.setdefault(sequence.seq_id, []).append(token_id)
-            else:
-                self._finish(current, completion)
+            num_own = self._take_burst(current, token_ids)
+            num_taken += num_own
+            if self.speculation is not None:
+                self.speculation.record_burst(sequence.seq_id, num_drafts, len(token_ids) - 1, num_own)
         return num_taken
+
+    def _take_burst(self, current: Sample, token_ids: list[int]) -> int:
+        """Returns how many tokens were taken: all, or those up to the row's end."""
+        seq_id = current.sequence.seq_id
+        for num_taken, token_id in enumerate(token_ids, 1):
+            completion = current.fail(NOT_A_NUMBER) if token_id == NO_TOKEN else current.accept(token_id, self.max_tokens_total)
+            if completion is not None:
+                self._finish(current, completion)
+                return num_taken
+            self._burst_tokens.setdefault(seq_id, []).append(token_id)
+        return len(token_ids)
 
     def receive(self, rows: list[ScheduledRow], logits: torch.Tensor | None) -> int:
         """Choose the next tokens from a step's `logits` (fp32 `[n, full_vocab]`), and guess at those after them.
@@ -176,7 +203,7 @@ class Leader:
         self._choose(trials)
         going_on = [trial for trial in trials if trial.sample.sequence.seq_id in self.samples]
         self._message.tokens += [(trial.sample.sequence.seq_id, trial.token_ids) for trial in going_on]
-        if self.speculation is not None:
+        if self.speculation is not None and self.speculation.drafter is not None:
             self._record_drafts(trials)
             self._message.drafts = self.speculation.propose([trial.sample for trial in going_on], self.max_tokens_total)
         return sum(max(0, len(trial.token_ids) - 1) for trial in trials)

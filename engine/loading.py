@@ -12,12 +12,13 @@ import torch
 from comm.choice import connect
 from comm.communicator import Communicator
 from comm.loopback import LoopbackCommunicator
+from comm.single import SingleCommunicator
 from engine.checkpoint import Checkpoint
 from engine.config import ModelConfig, load_config
 from engine.eager import EagerStep
-from engine.graph.loading import obstacle_to_graphs, open_graphs
+from engine.graph.loading import DraftModel, obstacle_to_graphs, open_graphs, speculates_on_device
 from engine.kv_cache import KvCache
-from engine.memory import choose_num_pages
+from engine.memory import choose_num_pages, page_bytes
 from engine.pages import PagePool
 from engine.phases import Phases
 from engine.profile.clock import clock_of
@@ -193,12 +194,17 @@ def build_replica(
     phases = phases or Phases()
     settings, config, plan = blueprint.settings, blueprint.config, blueprint.plan
     weights = load_blueprint_weights(blueprint, progress)
+    draft = blueprint.draft if speculates_on_device(settings, blueprint.device, comm) else None
+    draft_weights = None if draft is None else load_blueprint_weights(draft)
+    draft_page = 0 if draft is None else page_bytes(draft.config, draft.plan, draft.dtype, settings.page_size)
     num_pages = choose_num_pages(
-        settings, config, plan, blueprint.dtype, blueprint.device, blueprint.max_model_len, world.local_size, comm
+        settings, config, plan, blueprint.dtype, blueprint.device, blueprint.max_model_len, world.local_size, comm, draft_page
     )
-    kv = KvCache.allocate(
-        config.num_layers, num_pages, settings.page_size, plan.local_kv_heads, config.head_dim, blueprint.dtype, blueprint.device
-    )
+    kv = _allocate_cache(blueprint, num_pages)
+    draft_model = None
+    if draft is not None:
+        draft_step = EagerStep(draft.config, draft.plan, draft_weights, SingleCommunicator(), _allocate_cache(draft, num_pages))
+        draft_model = DraftModel(draft_step, settings.draft_model)
     phases.end("weights")
     is_cpu = blueprint.device.type == "cpu"
     pool = PagePool(num_pages, settings.page_size, settings.is_prefix_reuse, is_contiguous=is_cpu)
@@ -212,15 +218,28 @@ def build_replica(
         num_ids = comm.broadcast_ints([config.full_vocab if num_ids is None else num_ids] if comm.rank == 0 else None)[0]
         try:
             replica.burst_backend, replica.backend = open_graphs(
-                backend, num_ids, scheduler.limits, settings, stock_up, profiler
+                backend, num_ids, scheduler.limits, settings, stock_up, profiler, draft_model, ranks_per_gpu(settings, world)
             )
         except (KernelBuildError, ImportError) as error:
-            if comm.size > 1:  # the others may not have met it
+            # The others may not have met it; and guesses are not made without graphs, once they were to be made in them.
+            if comm.size > 1 or speculates_on_device(settings, blueprint.device, comm):
                 raise
             replica.why_single = f"the kernels are not to be had: {error}"
     stock_up()
     phases.end("graphs")
     return replica
+
+
+def _allocate_cache(blueprint: Blueprint, num_pages: int) -> KvCache:
+    config, page_size = blueprint.config, blueprint.settings.page_size
+    heads = blueprint.plan.local_kv_heads
+    return KvCache.allocate(
+        config.num_layers, num_pages, page_size, heads, config.head_dim, blueprint.dtype, blueprint.device
+    )
+
+
+def ranks_per_gpu(settings: EngineSettings, world: World) -> int:
+    return -(-world.local_size // torch.cuda.device_count()) if settings.is_gpu_sharing else 1
 
 
 def load_blueprint_weights(blueprint: Blueprint, progress: Callable[[int, int], None] | None = None) -> ModelWeights:

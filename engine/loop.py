@@ -14,7 +14,13 @@ from typing import Protocol
 
 import torch
 
-from engine.graph.burst import MAX_BURST_STEPS, NUM_STEPS_BEHIND
+from engine.graph.burst import (
+    MAX_BURST_STEPS,
+    MAX_SPECULATIVE_STEPS,
+    NUM_SPECULATIVE_BEHIND,
+    NUM_STEPS_BEHIND,
+    Burst,
+)
 from engine.leader import Leader
 from engine.replica import Replica
 from engine.request import Request
@@ -146,7 +152,7 @@ def lead(
             is_boundary = False
             if not is_continued:
                 replica.profiler.begin()
-            replica.apply(comm.broadcast_ints(leader.take_message(None, reader.num_steps_next(), is_continued)))
+            replica.apply(comm.broadcast_ints(leader.take_message(None, *reader.next_steps(), is_continued)))
             if replica.scheduler.has_work:
                 started = time.perf_counter()
                 computed = replica.step()
@@ -197,26 +203,38 @@ class BurstReader:
         use have been read, and it is over."""
         burst = self._replica.burst
         while burst is not None and burst.num_unread and self._leader.is_any_open(burst.sequences):
-            if burst.num_unread <= NUM_STEPS_BEHIND:
+            if burst.num_unread <= (NUM_SPECULATIVE_BEHIND if burst.num_drafts else NUM_STEPS_BEHIND):
                 self._admit()
-                if not self._leader.has_change and self.num_steps_next():
+                if not self._leader.has_change and self._num_steps_more(burst):
                     return True
             _check_interrupt(self._interrupt)
             self._read_step()
         return False
 
-    def num_steps_next(self) -> int:
-        """How many steps the next message may allow: of a running burst, beyond those launched, or of a new one."""
-        replica, burst = self._replica, self._replica.burst
+    def next_steps(self) -> tuple[int, int]:
+        """How many steps the next message may allow, of the running burst beyond those launched or of a new one; and with how
+        many drafts."""
+        replica, leader, burst = self._replica, self._leader, self._replica.burst
         if replica.burst_backend is None:
+            return 0, 0
+        if burst is not None and burst.num_unread > 0 and not leader.has_change:
+            return self._num_steps_more(burst), burst.num_drafts
+        num_drafts = leader.num_drafts_alone(replica.burst_backend.speculable)
+        return self._limit(leader.steps_alone(num_drafts), num_drafts), num_drafts
+
+    def _num_steps_more(self, burst: Burst) -> int:
+        """By how many steps the running burst may be continued; by none if another number of drafts is due."""
+        if burst.num_drafts != self._leader.num_drafts_alone(self._replica.burst_backend.speculable, burst.num_drafts):
             return 0
-        is_running = burst is not None and burst.num_unread > 0 and not self._leader.has_change
-        limit = min(MAX_BURST_STEPS, self._leader.steps_alone() - (burst.num_unread if is_running else 0))
-        return replica.room_ahead(max(0, limit)) if is_running else limit
+        steps = self._leader.steps_alone(burst.num_drafts) - burst.num_unread
+        return self._replica.room_ahead(max(0, self._limit(steps, burst.num_drafts)))
+
+    def _limit(self, num_steps: int, num_drafts: int) -> int:
+        return min(MAX_SPECULATIVE_STEPS if num_drafts else MAX_BURST_STEPS, num_steps)
 
     def _read_step(self) -> None:
         burst = self._replica.burst
-        num_taken = self._leader.receive_burst(burst.sequences, self._replica.read_burst())
+        num_taken = self._leader.receive_burst(burst.sequences, self._replica.read_burst(), burst.num_drafts)
         now = time.perf_counter()
         self._stats.add_burst_step(num_taken, now - self.last_read_s)
         self.last_read_s = now

@@ -26,13 +26,14 @@ def choose_num_pages(
     max_model_len: int,
     local_ranks: int,
     comm: Communicator,
+    draft_page_bytes: int = 0,
 ) -> int:
-    """Pages of the KV cache, equal on all ranks. *Collective*.
+    """Pages of the KV cache, equal on all ranks. *Collective*. `draft_page_bytes`: of a draft model, for each.
 
     Never more than `max_batch` rows of `max_model_len` tokens can use.
     *Raises* `UsageError` if the asked-for memory, `ModelError` if the free memory, cannot hold a single page.
     """
-    one_page = page_bytes(config, plan, dtype, settings.page_size)
+    one_page = page_bytes(config, plan, dtype, settings.page_size) + draft_page_bytes
     if device.type == "cuda" and settings.is_gpu_sharing:
         comm.barrier()  # what is free is read when all ranks of the GPU hold their weights
     budget = kv_budget_bytes(settings, device, local_ranks)

@@ -15,6 +15,7 @@ from engine.drafts.loading import build_speculation
 from engine.drafts.speculation import Speculation
 from engine.feed import Feed
 from engine.frontend import Frontend, checked_seed
+from engine.graph.loading import speculates_on_device
 from engine.job import Counts, Job
 from engine.leader import Leader
 from engine.loading import Blueprint
@@ -193,9 +194,10 @@ class RankZero:
 
         return show
 
-    def load_draft(self) -> None:
-        """Load what proposes drafts, if anything does; before the target, whose KV cache takes what is left."""
-        self.speculation = build_speculation(self.blueprint, self.frontend.num_ids)
+    def load_draft(self, comm: Communicator) -> None:
+        """Load what proposes drafts, if rank 0 does; before the target, whose KV cache takes what is left."""
+        is_on_device = speculates_on_device(self.blueprint.settings, self.blueprint.device, comm)
+        self.speculation = build_speculation(self.blueprint, self.frontend.num_ids, is_on_device)
 
     def begin(self, replica: Replica, comm: Communicator, threads: ThreadChoice) -> None:
         """Print the summary and start reading rows."""

@@ -55,7 +55,7 @@ class Replica:
         self.sequences: dict[int, Sequence] = {}
         self.digest = 0
         self._drafts: dict[int, list[int]] = {}
-        self._burst_steps = 0
+        self._burst_steps = self._num_drafts = 0
 
     def apply(self, ints: Ints[int]) -> StepMessage:
         """Take in one message. Its integers go into `digest`, which the ranks compare at the end of a run."""
@@ -64,15 +64,18 @@ class Replica:
         for seq_id, token_ids in message.tokens:
             take = self.scheduler.append if self.burst is None else self.scheduler.advance
             take(self.sequences[seq_id], token_ids)
-        if not message.is_continued:
-            self.burst = None
+        if self.burst is not None:
+            self.burst.num_applied += message.steps_read
+            if not message.is_continued:
+                self.burst_backend.end(self.burst)
+                self.burst = None
         for seq_id in message.finished:
             self.scheduler.finish(seq_id)
             del self.sequences[seq_id]
         for sequence in message.added:
             self.sequences[sequence.seq_id] = sequence
             self.scheduler.add(sequence)
-        self._drafts, self._burst_steps = dict(message.drafts), message.burst_steps
+        self._drafts, self._burst_steps, self._num_drafts = dict(message.drafts), message.burst_steps, message.num_drafts
         return message
 
     def drop_all(self) -> None:
@@ -102,7 +105,7 @@ class Replica:
             return None
         rows = self.scheduler.schedule(self._drafts)
         if self._can_burst(rows):
-            self.burst = self.burst_backend.begin([row.sequence for row in rows])
+            self.burst = self._begin([row.sequence for row in rows])
             self._launch(self.burst)
             return None
         marks = self.profiler.marks(rows)
@@ -114,13 +117,13 @@ class Replica:
         logits = self.comm.gather(local_logits)
         return rows, None if logits is None else logits[:, : self.full_vocab]
 
-    def read_burst(self) -> list[int]:
-        """The tokens of the running burst's next unread step, one for each of its rows. Rank 0 only; waits for them."""
+    def read_burst(self) -> list[list[int]]:
+        """The tokens of the running burst's next unread step, by row. Rank 0 only; waits for them."""
         return self.burst_backend.read(self.burst)
 
     def room_ahead(self, limit: int) -> int:
         """How many steps, at most `limit`, the running burst could be continued by."""
-        return self.scheduler.room_ahead(self.burst.lengths, limit)
+        return self._room(self.burst.lengths, limit, self.burst.width)
 
     def _can_burst(self, rows: list[ScheduledRow]) -> bool:
         """Whether the step of `rows` can be the first of a burst: all that runs is in steady decode."""
@@ -129,11 +132,22 @@ class Replica:
         is_whole = len(rows) == len(self.scheduler.running)
         return is_whole and all(row.is_decode and not row.draft_ids for row in rows)
 
+    def _begin(self, sequences: list[Sequence]) -> Burst:
+        """With as many drafts as rank 0 asks for, or none where there is no room for them."""
+        lengths = {sequence: sequence.num_computed for sequence in sequences}
+        has_room = self._room(lengths, 1, 1 + self._num_drafts) > 0
+        return self.burst_backend.begin(sequences, self._num_drafts if has_room else 0)
+
+    def _room(self, lengths: dict[Sequence, int], limit: int, width: int) -> int:
+        """How many steps of `width` tokens a row, at most `limit`, there are pages and positions for."""
+        left = min(sequence.max_tokens_total - length for sequence, length in lengths.items())
+        return self.scheduler.room_ahead(lengths, min(limit, left // width), width)
+
     def _launch(self, burst: Burst) -> None:
-        """As many of the steps that rank 0 allows as there are pages for."""
+        """As many of the steps that rank 0 allows as there is room for."""
         lengths = burst.lengths
-        num_steps = self.scheduler.room_ahead(lengths, self._burst_steps)
-        self.scheduler.reserve_ahead(lengths, num_steps)
+        num_steps = self._room(lengths, self._burst_steps, burst.width)
+        self.scheduler.reserve_ahead(lengths, num_steps, burst.width)
         self.burst_backend.launch(burst, num_steps)
 
 

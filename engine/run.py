@@ -104,7 +104,7 @@ class RankRun:
     def _generate(self, world: World, blueprint: Blueprint, threads: ThreadChoice) -> int:
         rank_zero = self.rank_zero
         if rank_zero is not None:
-            rank_zero.load_draft()
+            rank_zero.load_draft(self.comm)
         progress, num_ids = (None, None) if rank_zero is None else (rank_zero.load_progress(), rank_zero.frontend.num_ids)
         replica = build_replica(blueprint, world, self.comm, progress, num_ids)
         self.note.on_signal = None

@@ -126,22 +126,23 @@ class Scheduler:
             sequence.drafted = row.draft_ids
             self._remember(sequence)
 
-    def room_ahead(self, lengths: Mapping[Sequence, int], limit: int) -> int:
+    def room_ahead(self, lengths: Mapping[Sequence, int], limit: int, width: int = 1) -> int:
         """How many more steps, at most `limit`, there are pages for without taking any from another row.
 
-        `lengths`: rows in decode, and how many tokens each will have computed when the steps begin.
+        `lengths`: rows in decode, and how many tokens each will have computed, at most, when the steps begin. `width`: tokens
+        that a step computes of a row.
         """
         pool = self.pool
         for num_steps in range(limit, 0, -1):
-            grown = (pool.num_needed(length + num_steps) - len(sequence.pages) for sequence, length in lengths.items())
+            grown = (pool.num_needed(length + num_steps * width) - len(sequence.pages) for sequence, length in lengths.items())
             if sum(max(0, missing) for missing in grown) <= pool.num_available:
                 return num_steps
         return 0
 
-    def reserve_ahead(self, lengths: Mapping[Sequence, int], num_steps: int) -> None:
+    def reserve_ahead(self, lengths: Mapping[Sequence, int], num_steps: int, width: int = 1) -> None:
         """Take the pages of `num_steps` more steps, for which there is room."""
         for sequence, length in lengths.items():
-            self.pool.extend(sequence.pages, length + num_steps)
+            self.pool.extend(sequence.pages, length + num_steps * width)
 
     def advance(self, sequence: Sequence, token_ids: Ints[int]) -> None:
         """Take in tokens of steps that were computed ahead, in order. The row keeps the pages of those that are still to come."""
@@ -207,6 +208,6 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         del self.running[sequence.seq_id]
         self.pool.release(sequence.pages)
-        sequence.num_computed = sequence.num_remembered_pages = 0
+        sequence.num_computed = sequence.num_remembered_pages = sequence.num_draft_computed = 0
         self.num_preemptions += 1
         self.waiting.appendleft(sequence)

@@ -19,7 +19,8 @@ class Sequence:
     one finds the prompt's pages. `drafted` are guesses at the tokens that come next: their keys and values follow those of the
     `num_computed` tokens in the cache, but nobody has chosen them yet. `temperature` and `stream_key` are what the device needs
     to choose a token itself: 0 takes the likeliest, anything else draws with the noise of that stream (`engine.sampler`); `rules`
-    is what else bears on the choice.
+    is what else bears on the choice. `num_draft_computed`: of how many tokens a draft model on the device has keys and values, in
+    the same pages of its own cache.
     """
 
     seq_id: int
@@ -36,6 +37,7 @@ class Sequence:
     temperature: float = 0.0
     stream_key: bytes = NO_KEY
     rules: TokenRules = NO_RULES
+    num_draft_computed: int = 0
 
     @property
     def num_pending(self) -> int:

@@ -16,7 +16,7 @@ from engine.token_rules import TokenRules
 
 NO_SEQUENCE = -1
 GO_ON = -1
-_NUM_HEADER, _NUM_ADDED = 7, 8  # integers before the tokens, and of an added row before its rules and tokens
+_NUM_HEADER, _NUM_ADDED = 9, 8  # integers before the tokens, and of an added row before its rules and tokens
 
 
 @dataclass
@@ -26,6 +26,8 @@ class StepMessage:
 
     `burst_steps`: most decode steps that may run one after the other with no message between them (`engine.graph`), as far as the
     tokens go; 0 for a single step. `is_continued`: they follow those that run already, and no row joins or leaves.
+    `num_drafts`: guesses that the device makes and verifies for each row in such a step. `steps_read`: steps of the running burst
+    that `tokens` come from.
 
     `exit_code` is `GO_ON`, or the code every rank leaves the loop with.
     """
@@ -37,10 +39,12 @@ class StepMessage:
     drafts: list[tuple[int, list[int]]] = field(default_factory=list)
     burst_steps: int = 0
     is_continued: bool = False
+    num_drafts: int = 0
+    steps_read: int = 0
 
     def encode(self) -> list[int]:
         ints = [self.exit_code, len(self.tokens), len(self.finished), len(self.added), len(self.drafts)]
-        ints += (self.burst_steps, int(self.is_continued))
+        ints += (self.burst_steps, int(self.is_continued), self.num_drafts, self.steps_read)
         for seq_id, token_ids in (*self.tokens, *self.drafts):
             ints += (seq_id, len(token_ids), *token_ids)
         ints += self.finished
@@ -53,10 +57,12 @@ class StepMessage:
 
     @classmethod
     def decode(cls, ints: Ints[int]) -> StepMessage:
-        message = cls(exit_code=ints[0], burst_steps=ints[5], is_continued=bool(ints[6]))
-        num_tokens, num_finished, num_added, num_drafts = ints[1:5]
+        message = cls(
+            exit_code=ints[0], burst_steps=ints[5], is_continued=bool(ints[6]), num_drafts=ints[7], steps_read=ints[8]
+        )
+        num_tokens, num_finished, num_added, num_guessed = ints[1:5]
         message.tokens, at = _decode_runs(ints, _NUM_HEADER, num_tokens)
-        message.drafts, at = _decode_runs(ints, at, num_drafts)
+        message.drafts, at = _decode_runs(ints, at, num_guessed)
         message.finished = list(ints[at : at + num_finished])
         at += num_finished
         for _ in range(num_added):

@@ -49,6 +49,7 @@ def decode_attention(
     bias: torch.Tensor | None = None,
     norms: HeadNorms | None = None,
     window: int | None = None,
+    is_rotated: bool = False,
 ) -> torch.Tensor:
     """The twin: arguments as of `DecodeAttention.launch`, any device. Asks the host, so it cannot be captured. Returns `out`.
 
@@ -64,7 +65,8 @@ def decode_attention(
         q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
     cos, sin = turns[position][:, None].chunk(2, -1)
     cos, signed_sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    q, k = rotate(q, cos, signed_sin), rotate(k, cos, signed_sin)
+    if not is_rotated:
+        q, k = rotate(q, cos, signed_sin), rotate(k, cos, signed_sin)
     pages = page_table[is_row].long()
     slots = pages.gather(1, position[:, None] // page_size)[:, 0] * page_size + position % page_size
     kv_write(keys, values, slots, k, v)
@@ -133,7 +135,7 @@ class DecodeAttention:
         grid: SplitGrid | None = None,
         is_pdl: bool = True,
     ):
-        self._kernel, self._turns, self._is_pdl = kernel, turns, is_pdl
+        self._kernel, self.turns, self._is_pdl = kernel, turns, is_pdl
         self.num_q, self.num_kv, self.page_size = local_q_heads, local_kv_heads, page_size
         self.head_dim, self.dtype = turns.shape[1], turns.dtype
         self.max_rows, self.max_context = max_rows, max_context
@@ -150,8 +152,8 @@ class DecodeAttention:
             raise ValueError(f"decode attention takes pages of a power of two of tokens, not {self.page_size}")
         if not 1 <= self.max_rows <= MAX_GRID_ROWS:
             raise ValueError(f"decode attention takes 1 to {MAX_GRID_ROWS} rows, not {self.max_rows}")
-        if self.max_context > self._turns.shape[0]:
-            raise ValueError(f"the rotary table ends at {self._turns.shape[0]} positions, and a row may have {self.max_context}")
+        if self.max_context > self.turns.shape[0]:
+            raise ValueError(f"the rotary table ends at {self.turns.shape[0]} positions, and a row may have {self.max_context}")
 
     def _allocate(self, device: torch.device) -> None:
         """Room for what clusters that share a row leave for each other. One cluster a row needs none."""
@@ -178,6 +180,7 @@ class DecodeAttention:
         norms: HeadNorms | None = None,
         window: int | None = None,
         is_early: bool = True,
+        is_rotated: bool = False,
     ) -> torch.Tensor:
         """Attend the new token of each row, and write its key and value to the cache. Returns `out`.
 
@@ -186,7 +189,9 @@ class DecodeAttention:
         `[rows]`: of the new token, so how many are cached; negative: no token, the row's output is 0 and nothing is written.
         `page_table` int32 `[rows, max_pages]`: a row's pages in order; entries behind its last page are not read. `keys`,
         `values` `[num_slots, local_kv_heads, head_dim]` of one layer. `out` `[rows, local_q_heads, head_dim]`. `window`: how many
-        last tokens a query sees, itself included. All contiguous; all but positions and page table aligned to 16 bytes.
+        last tokens a query sees, itself included. `is_rotated`: queries and keys are, so that several tokens of one row may be
+        among the rows, if the cache holds the keys and values of all of them already. All contiguous; all but
+        positions and page table aligned to 16 bytes.
 
         *Stream*: torch's current one, asynchronous. *Order*: with `is_early`, positions, page table and older keys are read
         before the kernel before this one in the stream is complete. They must come from before the graph in which this launch is
@@ -199,8 +204,9 @@ class DecodeAttention:
         grid = self._grids[num_rows - 1]
         params = AttentionParams(
             qkv.data_ptr(), _address(bias), _address(norms and norms.q_weight), _address(norms and norms.k_weight),
-            self._turns.data_ptr(), positions.data_ptr(), page_table.data_ptr(), keys.data_ptr(), values.data_ptr(),
-            out.data_ptr(), self._sums.data_ptr(), self._scores.data_ptr(), self._arrived.data_ptr(), norms.eps if norms else 0.0,
+            0 if is_rotated else self.turns.data_ptr(), positions.data_ptr(), page_table.data_ptr(), keys.data_ptr(),
+            values.data_ptr(), out.data_ptr(), self._sums.data_ptr(), self._scores.data_ptr(), self._arrived.data_ptr(),
+            norms.eps if norms else 0.0,
             self.head_dim**-0.5 * math.log2(math.e), self.num_q, self.num_kv, self.num_q // self.num_kv,
             qkv.shape[0] if qkv.dim() == 4 else 0, page_table.shape[1], self.page_size.bit_length() - 1, window or 0,
             grid.num_clusters, grid.alone_tiles, grid.shared_tiles, grid.num_stages,
@@ -242,8 +248,8 @@ class DecodeAttention:
         return rows
 
     def _check(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        if tensor.dtype != dtype or tensor.device != self._turns.device:
-            raise TypeError(f"{name} must be {dtype} on {self._turns.device}, not {tensor.dtype} on {tensor.device}")
+        if tensor.dtype != dtype or tensor.device != self.turns.device:
+            raise TypeError(f"{name} must be {dtype} on {self.turns.device}, not {tensor.dtype} on {tensor.device}")
         if tuple(tensor.shape) != shape or not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous {list(shape)}, not {list(tensor.shape)} with strides {tensor.stride()}")
         if name not in ("positions", "page_table") and tensor.data_ptr() % 16:

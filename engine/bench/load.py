@@ -49,10 +49,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """`seconds` of one call of `Engine.generate`, and the counts of its steps (rank 0's)."""
+    """`seconds` of one call of `Engine.generate`, the counts of its steps (rank 0's), and the tokens of each answer."""
 
     seconds: float
     stats: RunStats
+    token_ids: list[tuple[int, ...]]
 
 
 def make_prompts(case: Case, vocab: int, seed: int = 0) -> list[list[int]]:
@@ -79,13 +80,14 @@ def run_once(
     started = time.perf_counter()
     results = engine.generate(prompts, params, on_done=on_done)
     seconds = time.perf_counter() - started
-    found = [len(result.completions[0].token_ids) for result in results]
+    token_ids = [tuple(result.completions[0].token_ids) for result in results]
+    found = [len(ids) for ids in token_ids]
     if len(found) != len(params):
         sys.exit(f"{len(params)} rows were asked for, and the engine gave {len(found)}")
     for row, (wanted, given) in enumerate(zip(num_tokens, found)):
         if given != wanted:
             sys.exit(f"row {row} was to have {wanted} tokens, and the engine gave {given}")
-    return Run(seconds, engine.stats)
+    return Run(seconds, engine.stats, token_ids)
 
 
 def open_engine(

@@ -45,14 +45,17 @@ def check_same_tokens(blueprint: Blueprint, text: Text | ByteText) -> None:
         )
 
 
-def build_speculation(blueprint: Blueprint, num_ids: int) -> Speculation | None:
+def build_speculation(blueprint: Blueprint, num_ids: int, is_on_device: bool = False) -> Speculation | None:
     """The drafter the settings ask for, loaded; None if they ask for none. On rank 0 only.
 
     `num_ids`: ids the target may choose. Call it before the target's KV cache is sized, which then sees what is left.
+    `is_on_device`: the steps of bursts guess themselves (`speculates_on_device`), and nothing is loaded here.
     """
     settings = blueprint.settings
-    drafter: Drafter
-    if blueprint.draft is not None:
+    drafter: Drafter | None
+    if is_on_device:
+        drafter = None
+    elif blueprint.draft is not None:
         drafter = _build_model(blueprint, blueprint.draft, num_ids)
     elif settings.is_ngram:
         drafter = NgramDrafter()

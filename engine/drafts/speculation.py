@@ -22,7 +22,8 @@ least (1 - TV)/(1 + TV) of the time otherwise, as Gumbel noise per id promises (
 Case in point: temperature 0, target a 0.35 and b 0.45, draft a 0.25, and it proposes a. min(1, p/q) on these raw numbers is 1
 and lets a through; the target's choice is b, so here b is what is kept.
 
-Rank 0 only. Drafts reach the other ranks in the step message.
+Rank 0 only. Drafts reach the other ranks in the step message. Where decode steps are graphs, the device guesses and verifies by
+itself (`engine.graph.speculative_step`), and this module counts, and says how many guesses the next steps get.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.drafts.depth import Depth
+from engine.drafts.depth import Depth, HeldInBursts, expected_tokens
 from engine.request import Sample
 from engine.sampler import SamplerState
 
@@ -125,11 +126,12 @@ class DraftStats:
 class Speculation:
     """Asks the drafter for the right rows at the right time, and keeps the score."""
 
-    def __init__(self, drafter: Drafter, depth: Depth):
-        """`depth`: how many draft tokens a row gets in a step."""
+    def __init__(self, drafter: Drafter | None, depth: Depth):
+        """`depth`: how many draft tokens a row gets in a step. `drafter`: None where the device guesses, in bursts."""
         self.drafter, self.depth = drafter, depth
         self.stats = DraftStats()
         self._rows: dict[int, DraftRow] = {}
+        self._held = HeldInBursts()
 
     def propose(self, samples: Iterable[Sample], max_tokens_total: int) -> list[tuple[int, list[int]]]:
         """(seq_id, draft ids) for the rows among `samples` that have a guess. All have gained a token in the step just done."""
@@ -151,9 +153,23 @@ class Speculation:
         if seq_id in self._rows:
             self._rows[seq_id].history.append((num_proposed, num_accepted))
 
+    def record_burst(self, seq_id: int, num_proposed: int, num_held: int, num_chosen: int) -> None:
+        """As `record`, of a step of a burst. `num_held`: drafts that the device took; the row may have ended before the last."""
+        self._held.note(num_proposed, num_held)
+        self.record(seq_id, num_proposed, min(num_held, num_chosen), num_chosen)
+
+    def choose_for_burst(self, running: int | None = None) -> int:
+        """How many drafts all rows of the next burst get, or of the one that has `running`; 0 if none pay."""
+        return self.depth.choose_for_burst(self._held, running)
+
+    def expected_tokens(self, num_drafts: int) -> float:
+        """Tokens that a step of a burst with `num_drafts` drafts gives a row, as they have held lately."""
+        return expected_tokens(self._held.rate, num_drafts)
+
     def drop(self, seq_id: int) -> None:
         self._rows.pop(seq_id, None)
-        self.drafter.drop(seq_id)
+        if self.drafter is not None:
+            self.drafter.drop(seq_id)
 
     def drop_all(self) -> None:
         for seq_id in list(self._rows):

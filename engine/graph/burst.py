@@ -5,6 +5,9 @@ it itself, so answers do not depend on bursts. What it read goes to the other ra
 message may *continue* the burst: it is sent when the last few steps still run, so the device never waits for the host. When
 anything changes (a row ended or came), rank 0 reads on to the last step that was launched, and the burst is over. What a row that
 has ended was computed beyond its end counts nowhere: its tokens are not taken, and its pages are given back.
+
+With drafts (`engine.graph.speculative_step`) a step gives each row one token or more. How many, the host learns when it reads
+them; until then it counts with the most.
 """
 
 from __future__ import annotations
@@ -17,19 +20,31 @@ from engine.sequence import Sequence
 MAX_BURST_STEPS = 8
 # Steps that still run when a burst is continued: time for the message and the launches of the next.
 NUM_STEPS_BEHIND = 2
+# The same of steps with drafts, which take longer, and of which it is not known how many a row still needs.
+MAX_SPECULATIVE_STEPS, NUM_SPECULATIVE_BEHIND = 2, 1
 
 
 @dataclass(eq=False)
 class Burst:
-    """`sequences` from the step number `first_step` on; `positions`: what each computes in that step. `is_filtered`: a row has
-    rules beyond a temperature, so all rows take the steps that heed them."""
+    """`sequences` from the step number `first_step` on. `is_filtered`: a row has rules beyond a temperature, so all rows take the
+    steps that heed them. `num_drafts`: guesses that a step makes and verifies for each row.
+
+    Of its steps `num_launched` were launched; rank 0 has read the tokens of `num_read`, and those of `num_applied` are in the
+    sequences, on every rank.
+    """
 
     sequences: list[Sequence]
     first_step: int
-    positions: list[int]
     is_filtered: bool = False
+    num_drafts: int = 0
     num_launched: int = 0
     num_read: int = 0
+    num_applied: int = 0
+
+    @property
+    def width(self) -> int:
+        """Tokens that a step computes of a row, and the most that it may gain."""
+        return self.num_drafts + 1
 
     @property
     def num_unread(self) -> int:
@@ -37,5 +52,6 @@ class Burst:
 
     @property
     def lengths(self) -> dict[Sequence, int]:
-        """Tokens that each row has computed once all launched steps are done."""
-        return {sequence: first + self.num_launched for sequence, first in zip(self.sequences, self.positions)}
+        """Tokens that each row has computed once all launched steps are done; with drafts, the most that it may have."""
+        ahead = (self.num_launched - self.num_applied) * self.width
+        return {sequence: sequence.num_computed + ahead for sequence in self.sequences}

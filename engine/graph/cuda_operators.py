@@ -18,6 +18,7 @@ from engine.graph.overlapped_sums import OverlappedSums
 from engine.graph.row_state import DeviceRows
 from engine.rope import inverse_frequencies
 from engine.weights import LayerWeights
+from kernels.accept_drafts import launch_accept_drafts, load_accept_drafts
 from kernels.add_norm import add_norm, launch_add_norm, load_add_norm, takes_add_norm
 from kernels.advance_rows import launch_advance_rows, load_advance_rows
 from kernels.build import Build, default_cache_folder
@@ -32,7 +33,7 @@ from kernels.gemv import Gemv, load_gemv
 from kernels.launch_kernel import Kernel
 from kernels.quantize import Fp8Weight
 from kernels.rotary import rotary_turns
-from kernels.rotary_write import launch_rotary_write, load_rotary_write, rotary_write, takes_rotary_write
+from kernels.rotary_write import NO_SLOT, launch_rotary_write, load_rotary_write, rotary_write, takes_rotary_write
 from kernels.silu_mul import MAX_ROWS as MAX_SILU_ROWS
 from kernels.silu_mul import launch_silu_mul, load_silu_mul, silu_mul
 
@@ -47,8 +48,18 @@ class EndKernels:
     silu_mul: Kernel
     filters: Kernel
     advance: Kernel
+    accept: Kernel
     add_norm: Kernel
     rotary_write: Kernel
+
+
+@dataclass(frozen=True)
+class ChainedRows:
+    """Rows of which some are tokens of the same row; `slots` int64 `[rows]` and `turns` `[rows, head_dim]`: of each."""
+
+    rows: DeviceRows
+    slots: torch.Tensor
+    turns: torch.Tensor
 
 
 class CudaOperators(TorchOperators):
@@ -83,7 +94,15 @@ class CudaOperators(TorchOperators):
         self.most_single = 0 if attention is None else attention.max_rows
 
     def prepare(self, rows: DeviceRows) -> Any:
-        return super().prepare(rows) if self._attention is None else rows
+        if self._attention is None:
+            return super().prepare(rows)
+        return self._prepare_chained(rows) if rows.is_chained else rows
+
+    def _prepare_chained(self, rows: DeviceRows) -> ChainedRows:
+        positions, size = rows.positions.clamp(min=0), self.kv.page_size
+        pages = rows.page_table.gather(1, (positions // size)[:, None])[:, 0]
+        slots = torch.where(rows.positions < 0, NO_SLOT, pages * size + positions % size)
+        return ChainedRows(rows, slots, self._attention.turns.index_select(0, positions))
 
     def embed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         table, num_rows = self.weights.embedding, token_ids.numel()
@@ -114,10 +133,26 @@ class CudaOperators(TorchOperators):
     def attention(self, shared: Any, layer_idx: int, qkv: torch.Tensor) -> torch.Tensor:
         if self._attention is None:
             return super().attention(shared, layer_idx, self._rounded(qkv))
+        if isinstance(shared, ChainedRows):
+            return self._attend_chained(shared, layer_idx, qkv)
         num_q, num_kv, head_dim = self.plan.local_q_heads, self.plan.local_kv_heads, self.config.head_dim
         heads = torch.empty(len(shared), num_q, head_dim, dtype=self.kv.keys.dtype, device=qkv.device)
         qkv = qkv.view(*qkv.shape[:-1], num_q + 2 * num_kv, head_dim)
-        return self._attend_rows(layer_idx, qkv, shared.positions, shared.page_table, heads, is_early=True).flatten(1)
+        is_early = layer_idx > 0 or not shared.is_fresh
+        return self._attend_rows(layer_idx, qkv, shared.positions, shared.page_table, heads, is_early).flatten(1)
+
+    def _attend_chained(self, shared: ChainedRows, layer_idx: int, qkv: torch.Tensor) -> torch.Tensor:
+        """All keys and values are written first, then every token reads those before it, its row's other new ones among them."""
+        heads, rows = self._heads_of(self._rounded(qkv)), shared.rows
+        keys, values = self.kv.keys[layer_idx], self.kv.values[layer_idx]
+        self._norm_heads(heads, layer_idx)
+        self._write(heads, shared.turns, shared.slots, keys, values)
+        out = torch.empty(len(rows), self.plan.local_q_heads, heads.shape[2], dtype=heads.dtype, device=heads.device)
+        window = self.config.windows[layer_idx]
+        self._attention.launch(
+            heads, rows.positions, rows.page_table, keys, values, out, window=window, is_early=False, is_rotated=True
+        )
+        return out.flatten(1)
 
     def _attend_rows(
         self,
@@ -216,18 +251,32 @@ class CudaOperators(TorchOperators):
     def advance(self, rows: DeviceRows, ids: torch.Tensor, values: torch.Tensor) -> None:
         launch_advance_rows(self._ends.advance, ids, values, rows.token_ids, rows.positions, rows.step, rows.ring.device_words)
 
+    def accept(
+        self, rows: DeviceRows, history: torch.Tensor, drafts: torch.Tensor, ids: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        launch_accept_drafts(
+            self._ends.accept, ids, values, drafts, rows.token_ids, rows.positions, history, rows.step, rows.ring.device_words
+        )
+
 
 def open_operators(
-    step: EagerStep, num_ids: int, max_rows: int, max_context: int, is_fp8_scaled: bool = True, overlap_tokens: int = 0
+    step: EagerStep,
+    num_ids: int,
+    max_rows: int,
+    max_context: int,
+    is_fp8_scaled: bool = True,
+    overlap_tokens: int = 0,
+    ranks_per_gpu: int = 1,
 ) -> tuple[CudaOperators, Callable[[], None]]:
     """Operators for the model of `step`, and what raises when one of their kernels gave up. *Collective*.
 
     `max_rows` rows at once in steady decode, of up to `max_context` tokens. `is_fp8_scaled`: many rows meet FP8 matrices as FP8
-    themselves. `overlap_tokens`: of `EngineSettings`. *Raises* `DoorbellError` when a kernel cannot be compiled.
+    themselves. `overlap_tokens`: of `EngineSettings`. `ranks_per_gpu`: of other processes too, for a model that is
+    whole on each. *Raises* `DoorbellError` when a kernel cannot be compiled.
     """
     build, comm = Build(default_cache_folder()), step.comm
     torch.cuda.set_device(step.device)  # a kernel is loaded on the current one
-    peers = comm if isinstance(comm, DeviceCommunicator) else DeviceSingle(build, torch.cuda.current_device())
+    peers = comm if isinstance(comm, DeviceCommunicator) else DeviceSingle(build, torch.cuda.current_device(), ranks_per_gpu)
     is_pdl = peers.is_one_rank_per_gpu  # else a kernel that waits early holds room that a peer's kernel may need first
     num_sms = torch.cuda.get_device_properties(step.device).multi_processor_count
     attention = _open_attention(build, step, max_rows, max_context, num_sms, is_pdl)
@@ -237,6 +286,7 @@ def open_operators(
         load_silu_mul(build, step.dtype),
         load_filter_logits(build),
         load_advance_rows(build),
+        load_accept_drafts(build),
         load_add_norm(build, step.dtype),
         load_rotary_write(build, step.dtype),
     )

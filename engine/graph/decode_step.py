@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from engine.graph.operators import Operators
 from engine.graph.row_state import DeviceRows
 from engine.profile.marks import NO_MARKS, Marks
@@ -12,6 +14,17 @@ def decode_step(operators: Operators, rows: DeviceRows, marks: Marks = NO_MARKS)
 
     `marks`: is told of the end of each stage.
     """
+    logits = operators.linear(compute_rows(operators, rows, marks), operators.weights.head)
+    marks.end("head")
+    ids, values = operators.choose(rows, logits)
+    marks.end("sampling")
+    operators.advance(rows, ids, values)
+    marks.end("rest")
+
+
+def compute_rows(operators: Operators, rows: DeviceRows, marks: Marks = NO_MARKS) -> torch.Tensor:
+    """What the head multiplies, `[rows, hidden]`: all layers of the tokens of `rows`, whose keys and values the cache takes in.
+    *Collective*, asynchronous, capturable."""
     weights = operators.weights
     norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
     shared = operators.prepare(rows)
@@ -32,9 +45,4 @@ def decode_step(operators: Operators, rows: DeviceRows, marks: Marks = NO_MARKS)
         marks.end("mlp", layer_idx)
         x = operators.reduce_norm(down, residual, norms[layer_idx])
         marks.end("all_reduce", layer_idx)
-    logits = operators.linear(x, weights.head)
-    marks.end("head")
-    ids, values = operators.choose(rows, logits)
-    marks.end("sampling")
-    operators.advance(rows, ids, values)
-    marks.end("rest")
+    return x

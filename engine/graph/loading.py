@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from comm.communicator import Communicator
 from engine.eager import EagerStep
 from engine.graph.cuda_operators import open_operators
+from engine.graph.drafters import ModelDrafts, NgramDrafts
 from engine.graph.prefill import GraphPrefill, PrefillStep
-from engine.graph.row_state import RowState
+from engine.graph.row_state import RowState, Speculable
+from engine.graph.speculative_step import DeviceDrafter
 from engine.graph.step import BurstBackend, GraphStep, buckets_for
 from engine.profile.step_profiler import NO_PROFILER, StepProfiler
 from engine.scheduler import Limits
-from engine.settings import EngineSettings
+from engine.settings import MAX_ADAPTIVE_DRAFTS, EngineSettings
+from kernels.build import Build, default_cache_folder
+from kernels.ngram_drafts import launch_ngram_drafts, load_ngram_drafts
 
+MAX_SPECULATIVE_ROWS = 16  # more rows decode without guesses: a step of so many tokens is bound by multiplications
 CAPABILITY = (9, 0)  # of the GPUs that the kernels are compiled for (`kernels.build.DEFAULT_ARCH`)
 
 
@@ -33,35 +40,74 @@ def obstacle_to_graphs(
     major, minor = capability or torch.cuda.get_device_capability(device)
     if (major, minor) != CAPABILITY:
         return f"our kernels are for Hopper GPUs, and this one has compute capability {major}.{minor}"
-    if settings.is_ngram or settings.draft_model is not None:
-        return "drafts are made between the steps"
     return "" if comm.is_capturable else f"the all-reduce {comm.name} cannot be captured"
+
+
+def speculates_on_device(settings: EngineSettings, device: torch.device, comm: Communicator) -> bool:
+    """Whether guesses are made and verified inside of captured steps; the same on all ranks."""
+    is_asked = settings.is_ngram or settings.draft_model is not None
+    return is_asked and not obstacle_to_graphs(settings, device, comm)
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A draft model on this rank. `step`: with weights, and a cache with a page for each of the target's. `name`: for the start
+    summary."""
+
+    step: EagerStep
+    name: str
 
 
 def open_graphs(
     step: EagerStep, num_ids: int, limits: Limits, settings: EngineSettings, stock_up: Callable[[], None],
-    profiler: StepProfiler = NO_PROFILER,
+    profiler: StepProfiler = NO_PROFILER, draft: DraftModel | None = None, ranks_per_gpu: int = 1,
 ) -> tuple[BurstBackend, PrefillStep]:  # fmt: skip
     """What decodes and what prefills. *Collective*.
 
     Decode steps are captured here, for all batches up to `limits.max_batch` rows, or to the largest bucket; prompts of up to
     `settings.graph_tokens` tokens by the second of each bucket. `num_ids`: ids from here on are never chosen.
-    `stock_up`: of `GraphPrefill`.
+    `stock_up`: of `GraphPrefill`. `draft`: what guesses; with `settings.is_ngram` the rows themselves do. `ranks_per_gpu`: above
+    1, kernels of one rank leave room for the peers'.
     """
     max_rows, max_pages = buckets_for(limits.max_batch)[-1], -(-limits.max_model_len // step.kv.page_size)
+    speculable = _speculable(settings, limits) if draft is not None or settings.is_ngram else None
     operators, check = open_operators(
         step,
         num_ids,
-        max_rows,
+        max_rows if speculable is None else max(max_rows, speculable.max_rows * speculable.width),
         limits.max_model_len,
         is_fp8_scaled=settings.fp8_products == "scaled",
         overlap_tokens=settings.overlap_tokens,
     )
+    checks = [check, step.comm.check]
+    drafter: DeviceDrafter | None = None
+    if draft is not None:
+        drafter, check_draft = _open_draft(draft, num_ids, speculable, limits, ranks_per_gpu)
+        checks.append(check_draft)
+    elif settings.is_ngram:
+        drafter = NgramDrafts(partial(launch_ngram_drafts, load_ngram_drafts(Build(default_cache_folder()))))
 
     def check_all() -> None:
-        check()
-        step.comm.check()
+        for one in checks:
+            one()
 
-    state = RowState(max_rows, max_pages, step.config.full_vocab, step.device, check_all)
+    state = RowState(max_rows, max_pages, step.config.full_vocab, step.device, check_all, speculable)
     prefill = GraphPrefill(operators, limits, settings.graph_tokens, stock_up)
-    return GraphStep(operators, state, limits.max_batch, profiler), prefill
+    return GraphStep(operators, state, limits.max_batch, profiler, drafter), prefill
+
+
+def _speculable(settings: EngineSettings, limits: Limits) -> Speculable:
+    max_rows = buckets_for(min(limits.max_batch, MAX_SPECULATIVE_ROWS))[-1]
+    return Speculable(max_rows, settings.num_drafts or MAX_ADAPTIVE_DRAFTS, limits.max_model_len)
+
+
+def _open_draft(
+    draft: DraftModel, num_ids: int, speculable: Speculable, limits: Limits, ranks_per_gpu: int
+) -> tuple[ModelDrafts, Callable[[], None]]:
+    """The drafter, and what raises when one of its kernels gave up."""
+    step = draft.step
+    operators, check = open_operators(
+        step, min(num_ids, step.config.full_vocab), 2 * speculable.max_rows, limits.max_model_len, ranks_per_gpu=ranks_per_gpu
+    )
+    prefill = PrefillStep(operators, limits.max_model_len)
+    return ModelDrafts(operators, prefill, limits.max_step_tokens, draft.name), check

@@ -21,6 +21,7 @@ from engine.kv_cache import KvCache
 from engine.rope import inverse_frequencies
 from engine.shard_plan import ShardPlan
 from engine.weights import LayerWeights, ModelWeights
+from kernels.accept_drafts import accept_drafts
 from kernels.add_norm import add_norm
 from kernels.advance_rows import advance_rows
 from kernels.chunk_attention import chunk_attention
@@ -48,7 +49,7 @@ class Operators(Protocol):
     most_single: int
 
     def prepare(self, rows: DeviceRows) -> Any:
-        """What all layers of a step share."""
+        """What all layers of a step share. Tokens of one row (`rows.is_chained`) follow each other and see those before them."""
 
     def embed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`[rows, hidden]` of `token_ids` int64 `[rows]`: this rank's rows of the embedding, zeros for tokens of other ranks; and
@@ -91,6 +92,12 @@ class Operators(Protocol):
 
     def advance(self, rows: DeviceRows, ids: torch.Tensor, values: torch.Tensor) -> None:
         """Make `ids` the rows' next tokens, one position on, and leave them in the ring."""
+
+    def accept(
+        self, rows: DeviceRows, history: torch.Tensor, drafts: torch.Tensor, ids: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Advance each row over those of its `drafts` that hold and one token more, and leave all of them in the ring: as
+        `kernels.accept_drafts`."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +226,13 @@ class TorchOperators:
 
     def advance(self, rows: DeviceRows, ids: torch.Tensor, values: torch.Tensor) -> None:
         advance_rows(ids, values, rows.token_ids, rows.positions, rows.step, rows.ring.device_words)
+
+    def accept(
+        self, rows: DeviceRows, history: torch.Tensor, drafts: torch.Tensor, ids: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        accept_drafts(
+            ids, values, drafts, rows.token_ids, rows.positions, history, rows.step, rows.ring.device_words
+        )
 
 
 def _mask(positions: torch.Tensor, seen: torch.Tensor, window: int | None) -> torch.Tensor:

@@ -18,9 +18,11 @@ from engine.graph.token_ring import TokenRing
 from engine.sampler import stream_start
 from engine.sequence import Sequence
 from kernels.filter_logits import FilterOptions
+from kernels.upload import upload
 
 PADDING = -1  # position of a row that is not there
-MAX_STEPS_AHEAD = 32  # steps launched and not yet read; noise and ring hold as many
+MAX_STEPS_AHEAD = 32  # steps launched and not yet read; the ring holds as many, and noise for a token of each
+NOISE_AHEAD = 4  # times as much noise where steps have drafts
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class DeviceRows:
 
     `token_ids`: int64 `[n]`, the tokens to compute; `positions`: int64 `[n]`, where, `PADDING` for a row that is not there;
     `page_table`: int32 `[n, max_pages]`; `draw`: how to choose, noise by position; `step`: int64 `[1]`, the number of the step;
-    `ring`: where it leaves its tokens; `filters`: what else bears on the choice, None for nothing.
+    `ring`: where it leaves its tokens; `filters`: what else bears on the choice, None for nothing. `is_chained`: some are tokens
+    of the same row, one behind the other. `is_fresh`: positions and page table are made in the same graph as the step.
     """
 
     token_ids: torch.Tensor
@@ -39,32 +42,71 @@ class DeviceRows:
     step: torch.Tensor
     ring: TokenRing
     filters: FilterOptions | None = None
+    is_chained: bool = False
+    is_fresh: bool = False
 
     def __len__(self) -> int:
         return self.token_ids.numel()
 
 
+@dataclass(frozen=True)
+class SpeculativeRows:
+    """`rows`, and their tokens by position: `history` int32 `[n, max_positions]`, up to the last token of each."""
+
+    rows: DeviceRows
+    history: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
+class Speculable:
+    """What steps with drafts need: up to `max_rows` rows, `max_drafts` drafts each, rows of up to `max_tokens` tokens."""
+
+    max_rows: int
+    max_drafts: int
+    max_tokens: int
+
+    @property
+    def width(self) -> int:
+        return self.max_drafts + 1
+
+
 class RowState:
     """Of up to `max_rows` rows with up to `max_pages` pages each. `full_vocab`: ids that a row may hold; `check`: as
-    `TokenRing.read` takes it. What only filtered steps need is made when the first of them is."""
+    `TokenRing.read` takes it. What only filtered steps need is made when the first of them is. `speculable`: None for no
+    drafts."""
 
-    def __init__(self, max_rows: int, max_pages: int, full_vocab: int, device: torch.device, check: Callable[[], None]):
+    def __init__(
+        self,
+        max_rows: int,
+        max_pages: int,
+        full_vocab: int,
+        device: torch.device,
+        check: Callable[[], None],
+        speculable: Speculable | None = None,
+    ):
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.max_rows, self.max_pages, self.check = max_rows, max_pages, check
-        self.ring = TokenRing(MAX_STEPS_AHEAD, max_rows, device)
+        self.speculable = speculable
+        most_words = 0 if speculable is None else speculable.max_rows * speculable.width
+        self.ring = TokenRing(MAX_STEPS_AHEAD, max(max_rows, most_words), device)
+        self._window = MAX_STEPS_AHEAD * (1 if speculable is None else NOISE_AHEAD)
         self.num_launched = 0  # the number of the next step
         self._token_ids, self._positions = zeros(max_rows), zeros(max_rows).fill_(PADDING)
         self._page_table = zeros(max_rows, max_pages, dtype=torch.int32)
         self._temperatures = zeros(max_rows, dtype=torch.float64)
-        self._starts = zeros(max_rows, MAX_STEPS_AHEAD)
+        self._starts = zeros(max_rows, self._window)
         self._step = zeros(1)
         self._num_pages: list[int] = []
         self._full_vocab, self._device = full_vocab, device
         self._rules: RowRules | None = None
         self._is_filtered = False
-        self._staging = Staging(max_rows * (max_pages + 3 + 2 * MAX_STEPS_AHEAD), self.ring, device)
+        self._history = None if speculable is None else zeros(speculable.max_rows, speculable.max_tokens, dtype=torch.int32)
+        self._staging = Staging(max_rows * (max_pages + 3 + 2 * self._window), self.ring, device)
 
     def rows(self, count: int, is_filtered: bool = False) -> DeviceRows:
         filters = self._row_rules().options(count) if is_filtered else None
@@ -73,9 +115,12 @@ class RowState:
             self._token_ids[:count], self._positions[:count], self._page_table[:count], draw, self._step, self.ring, filters
         )
 
+    def speculative_rows(self, count: int, is_filtered: bool = False) -> SpeculativeRows:
+        return SpeculativeRows(self.rows(count, is_filtered), self._history[:count])
+
     def scratch(self, count: int) -> RowState:
         """Another state, of `count` rows that are not there, to try things on."""
-        return RowState(count, 1, self._full_vocab, self._device, self.check)
+        return RowState(count, 1, self._full_vocab, self._device, self.check, self.speculable)
 
     def restart(self) -> None:
         """No rows, and the next step is number 0. Only while the device is idle."""
@@ -84,9 +129,9 @@ class RowState:
         self.ring.restart()
         self.num_launched = 0
 
-    def begin(self, sequences: list[Sequence], is_filtered: bool = False) -> None:
+    def begin(self, sequences: list[Sequence], is_filtered: bool = False, is_speculative: bool = False) -> None:
         """Put the rows of `sequences`, each with one token to compute, in the place of those before. `is_filtered`: the steps to
-        come heed the rows' rules."""
+        come heed the rows' rules. `is_speculative`: they have drafts."""
         self._is_filtered = is_filtered
         if is_filtered:
             self._row_rules().begin(sequences)
@@ -107,11 +152,17 @@ class RowState:
         self._temperatures[:count].copy_(temperatures.view(torch.float64))
         self._temperatures[count:].zero_()
         self._page_table[:count, : pages.shape[1]].copy_(pages)
+        if is_speculative:
+            longest = max(len(sequence.token_ids) for sequence in sequences)
+            history = numpy.zeros((count, longest), numpy.int32)
+            for row, sequence in enumerate(sequences):
+                history[row, : len(sequence.token_ids)] = sequence.token_ids
+            self._history[:count, :longest].copy_(upload(torch.from_numpy(history), self._device))
 
-    def extend(self, sequences: list[Sequence], positions: list[int], num_steps: int) -> None:
-        """Give the rows what their next `num_steps` steps need, from `positions` on: the pages they took since, and noise."""
+    def extend(self, sequences: list[Sequence], positions: list[int], num_tokens: int) -> None:
+        """Give the rows what their next `num_tokens` tokens need, from `positions` on: the pages they took since, and noise."""
         if self._is_filtered:
-            self._row_rules().advance(num_steps)
+            self._row_rules().advance(num_tokens)
         at_page: list[int] = []
         pages: list[int] = []
         at_start: list[int] = []
@@ -122,8 +173,8 @@ class RowState:
                 pages.append(sequence.pages[idx])
             self._num_pages[row] = len(sequence.pages)
             if sequence.temperature > 0.0:
-                for position in range(first, first + num_steps):
-                    at_start.append(row * MAX_STEPS_AHEAD + position % MAX_STEPS_AHEAD)
+                for position in range(first, first + num_tokens):
+                    at_start.append(row * self._window + position % self._window)
                     starts.append(stream_start(sequence.stream_key, position + 1 - sequence.num_prompt))
         if not pages and not starts:
             return

@@ -11,88 +11,142 @@ import torch
 from engine.graph.burst import Burst
 from engine.graph.decode_step import decode_step
 from engine.graph.operators import Operators
-from engine.graph.row_state import DeviceRows, RowState
+from engine.graph.row_state import RowState, Speculable
+from engine.graph.speculative_step import DeviceDrafter, speculative_step
 from engine.profile.marks import NO_MARKS, Launches, Marks, StageMarks
 from engine.profile.step_profiler import NO_PROFILER, StepProfiler
 from engine.sequence import Sequence
+from kernels.accept_drafts import NOT_TAKEN
 from kernels.graph_nodes import count_kernel_nodes
 from kernels.launch_kernel import Kernel
 
+REJECTED = NOT_TAKEN - 1  # in place of a token that a draft's failing left unchosen
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows of a captured step
 
 
 class BurstBackend(Protocol):
     """Runs bursts of up to `max_rows` rows. *Collective*, but for `read`: all ranks make the same calls.
 
-    `description`: of the steps, for the start summary.
+    `description`: of the steps, for the start summary. `speculable`: what bursts with drafts may be; None for none.
     """
 
     max_rows: int
     description: str
+    speculable: Speculable | None
 
-    def begin(self, sequences: list[Sequence]) -> Burst:
-        """A burst of rows in steady decode: one token to compute each. Nothing is launched yet."""
+    def begin(self, sequences: list[Sequence], num_drafts: int = 0) -> Burst:
+        """A burst of rows in steady decode: one token to compute each. Nothing is launched yet. With `num_drafts`, no row's rules
+        may depend on what it said before."""
 
     def launch(self, burst: Burst, num_steps: int) -> None:
         """Launch the burst's next `num_steps` steps, for which the rows have pages. Waits for nothing."""
 
-    def read(self, burst: Burst) -> list[int]:
-        """The tokens of the burst's next unread step, by row; `NO_TOKEN` where there was nothing to choose from. Waits for it."""
+    def read(self, burst: Burst) -> list[list[int]]:
+        """The tokens of the burst's next unread step, by row, at least one; `NO_TOKEN` where there was nothing to choose from.
+        Waits for it."""
+
+    def end(self, burst: Burst) -> None:
+        """All of the burst's tokens that count are in its sequences."""
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """`num_rows`: of the step, padding included."""
+
+    num_rows: int
+    is_filtered: bool = False
+    num_drafts: int = 0
 
 
 class _StateBackend(ABC):
-    """A backend on a `RowState`: all but how a step is run."""
+    """A backend on a `RowState`: all but how a step is run. `drafter`: of steps with drafts; goes with `state.speculable`."""
 
-    def __init__(self, state: RowState, max_rows: int, profiler: StepProfiler):
-        self.state, self.max_rows, self._profiler = state, max_rows, profiler
+    def __init__(
+        self, operators: Operators, state: RowState, max_rows: int, profiler: StepProfiler, drafter: DeviceDrafter | None
+    ):
+        self._operators = operators  # graphs read its tables: they must outlive this object's making
+        self.state, self.max_rows, self._profiler, self._drafter = state, max_rows, profiler, drafter
+        self.speculable = state.speculable
 
-    def begin(self, sequences: list[Sequence]) -> Burst:
+    @property
+    def drafter(self) -> DeviceDrafter | None:
+        return self._drafter
+
+    def replace_drafter(self, drafter: DeviceDrafter) -> None:
+        """For benches: guess by another drafter from now on. *Collective*. Only while no burst runs."""
+        self._drafter = drafter
+
+    def begin(self, sequences: list[Sequence], num_drafts: int = 0) -> Burst:
         is_filtered = any(sequence.rules.is_active(sequence.num_output) for sequence in sequences)
-        self._prepare(len(sequences), is_filtered)
-        self.state.begin(sequences, is_filtered)
-        self._profiler.begin_burst(len(sequences), is_filtered)
-        positions = [sequence.num_computed for sequence in sequences]
-        return Burst(list(sequences), self.state.num_launched, positions, is_filtered)
+        if num_drafts:
+            self._drafter.catch_up(sequences)
+        self._prepare(StepKind(self._padded(len(sequences)), is_filtered, num_drafts))
+        self.state.begin(sequences, is_filtered, num_drafts > 0)
+        self._profiler.begin_burst(len(sequences), is_filtered, num_drafts)
+        return Burst(list(sequences), self.state.num_launched, is_filtered, num_drafts)
 
     def launch(self, burst: Burst, num_steps: int) -> None:
-        positions = [first + burst.num_launched for first in burst.positions]
+        kind = StepKind(self._padded(len(burst.sequences)), burst.is_filtered, burst.num_drafts)
         with self._profiler.launching(num_steps):
-            self.state.extend(burst.sequences, positions, num_steps)
+            self.state.extend(burst.sequences, list(burst.lengths.values()), num_steps * burst.width)
             for _ in range(num_steps):
-                marks = self._run(len(burst.sequences), burst.is_filtered, self._profiler.is_due())
+                marks = self._run(kind, self._profiler.is_due())
                 self._profiler.end_burst_step(marks)
         self.state.num_launched += num_steps
         burst.num_launched += num_steps
 
-    def read(self, burst: Burst) -> list[int]:
-        ids = self.state.ring.read(burst.first_step + burst.num_read, len(burst.sequences), self.state.check)
+    def read(self, burst: Burst) -> list[list[int]]:
+        step, num_words = burst.first_step + burst.num_read, len(burst.sequences) * burst.width
+        ids = self.state.ring.read(step, num_words, self.state.check)
         self._profiler.note_read()
         burst.num_read += 1
-        return ids
+        rows = (ids[at : at + burst.width] for at in range(0, num_words, burst.width))
+        return [[token_id for token_id in row if token_id != REJECTED] for row in rows]
+
+    def end(self, burst: Burst) -> None:
+        if burst.num_drafts:
+            self._drafter.note_end(burst.sequences)
+
+    def _step(self, state: RowState, kind: StepKind, marks: Marks = NO_MARKS) -> None:
+        if kind.num_drafts:
+            rows = state.speculative_rows(kind.num_rows, kind.is_filtered)
+            speculative_step(self._operators, self._drafter, rows, kind.num_drafts, marks)
+        else:
+            decode_step(self._operators, state.rows(kind.num_rows, kind.is_filtered), marks)
+
+    def _padded(self, num_rows: int) -> int:
+        """The rows of a step for `num_rows` rows."""
+        return num_rows
 
     @abstractmethod
-    def _prepare(self, num_rows: int, is_filtered: bool) -> None:
+    def _prepare(self, kind: StepKind) -> None:
         """Make what steps of this kind need, if it is not there."""
 
     @abstractmethod
-    def _run(self, num_rows: int, is_filtered: bool, is_due: bool) -> Marks:
+    def _run(self, kind: StepKind, is_due: bool) -> Marks:
         """Launch a step; returns its marks. `is_due`: it is to have some."""
 
 
 class TwinBurst(_StateBackend):
     """`BurstBackend` without graphs, on any device: the bursts of CPU tests."""
 
-    def __init__(self, operators: Operators, state: RowState, profiler: StepProfiler = NO_PROFILER):
-        super().__init__(state, state.max_rows, profiler)
-        self.description = "plain steps"
-        self._operators = operators
+    description = "plain steps"
 
-    def _prepare(self, num_rows: int, is_filtered: bool) -> None:
+    def __init__(
+        self,
+        operators: Operators,
+        state: RowState,
+        profiler: StepProfiler = NO_PROFILER,
+        drafter: DeviceDrafter | None = None,
+    ):
+        super().__init__(operators, state, state.max_rows, profiler, drafter)
+
+    def _prepare(self, kind: StepKind) -> None:
         pass  # a step that is not captured needs nothing
 
-    def _run(self, num_rows: int, is_filtered: bool, is_due: bool) -> Marks:
+    def _run(self, kind: StepKind, is_due: bool) -> Marks:
         marks = self._profiler.new_marks() if is_due else NO_MARKS
-        decode_step(self._operators, self.state.rows(num_rows, is_filtered), marks)
+        self._step(self.state, kind, marks)
         return marks
 
 
@@ -105,68 +159,77 @@ class ProfiledGraph:
 
 
 class GraphStep(_StateBackend):
-    """`BurstBackend` of graphs on a GPU: one a bucket, holding exactly one step. Rows up to the bucket are padding.
+    """`BurstBackend` of graphs on a GPU: one a kind of step, holding exactly one step. Rows up to the bucket are padding.
 
     *Collective*: captures all buckets up to that of `max_batch` rows when it is made; the GPU must be idle, as it is at start.
-    The graphs of filtered steps are captured by the first burst that needs them, which waits for the GPU: most runs need none, or
-    few. In a run that is profiled each graph has a variant with events between the stages.
+    The graphs of filtered steps and of steps with drafts are captured by the first burst that needs them, which waits for the
+    GPU: most runs need none, or few. In a run that is profiled each graph has a variant with events between the stages.
     """
 
-    def __init__(self, operators: Operators, state: RowState, max_batch: int, profiler: StepProfiler = NO_PROFILER):
+    def __init__(
+        self,
+        operators: Operators,
+        state: RowState,
+        max_batch: int,
+        profiler: StepProfiler = NO_PROFILER,
+        drafter: DeviceDrafter | None = None,
+    ):
         self._buckets = buckets_for(max_batch)
-        super().__init__(state, min(max_batch, self._buckets[-1]), profiler)
-        self._operators = operators  # the graphs read its tables: they must outlive this object's making
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._profiled: dict[tuple[int, bool], ProfiledGraph] = {}
+        super().__init__(operators, state, min(max_batch, self._buckets[-1]), profiler, drafter)
+        self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
+        self._profiled: dict[StepKind, ProfiledGraph] = {}
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         torch.cuda.synchronize()  # what was loaded on other streams is there
         # The largest first: the smaller ones then fit into memory that the pool has already.
         for bucket in reversed(self._buckets):
+            kind = StepKind(bucket)
             with torch.inference_mode(), torch.cuda.stream(self._stream):
-                decode_step(operators, state.rows(bucket))  # libraries make workspaces at the first call, which no graph may hold
-            self._capture(bucket, is_filtered=False)
+                self._step(state, kind)  # libraries make workspaces at the first call, which no graph may hold
+            self._capture(kind)
         torch.cuda.synchronize()
         state.restart()
         self.description = f"graphs of {', '.join(map(str, self._buckets))} rows; {operators.description}"
 
-    def _prepare(self, num_rows: int, is_filtered: bool) -> None:
-        bucket = self._bucket(num_rows)
-        if (bucket, is_filtered) in self._graphs:
+    def _prepare(self, kind: StepKind) -> None:
+        if kind in self._graphs:
             return
-        # Nothing of the rows may run twice, so the warm-up is of the one part that is new, on rows that are not there.
-        weights = self._operators.weights
+        # Nothing of the rows may run twice, so the warm-up is on rows that are not there; of a filtered step the one new part.
+        state, weights = self.state.scratch(kind.num_rows), self._operators.weights
         with torch.inference_mode():
-            rows = self.state.scratch(bucket).rows(bucket, is_filtered)
             torch.cuda.synchronize()
+            self._operators.comm.barrier()  # what is allocated here waits for peers that share the GPU
+            rows = state.rows(kind.num_rows, kind.is_filtered)
             with torch.cuda.stream(self._stream):
-                x = torch.zeros(bucket, weights.final_norm.numel(), dtype=weights.final_norm.dtype, device=rows.step.device)
-                self._operators.choose(rows, self._operators.linear(x, weights.head))
-        self._capture(bucket, is_filtered)
+                if kind.num_drafts:
+                    self._step(state, kind)
+                else:
+                    x = torch.zeros_like(weights.final_norm).expand(len(rows), -1).contiguous()
+                    self._operators.choose(rows, self._operators.linear(x, weights.head))
+        self._capture(kind)
 
     @torch.inference_mode()
-    def _capture(self, bucket: int, is_filtered: bool) -> None:
+    def _capture(self, kind: StepKind) -> None:
         torch.cuda.synchronize()
         # A capture frees and takes memory. Where ranks share a GPU that waits for the peers' kernels, and these may wait for this
         # rank: so nobody runs any while somebody captures.
         self._operators.comm.barrier()
-        rows = self.state.rows(bucket, is_filtered)
-        self._graphs[bucket, is_filtered] = self._captured(rows)
+        self._graphs[kind] = self._captured(kind)
         if self._profiler.is_active:
-            self._profiled[bucket, is_filtered] = self._captured_with_marks(rows)
+            self._profiled[kind] = self._captured_with_marks(kind)
         self._operators.comm.barrier()
 
-    def _captured(self, rows: DeviceRows) -> torch.cuda.CUDAGraph:
+    def _captured(self, kind: StepKind) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with self._capturing(graph):
-            decode_step(self._operators, rows)
+            self._step(self.state, kind)
         return graph
 
-    def _captured_with_marks(self, rows: DeviceRows) -> ProfiledGraph:
+    def _captured_with_marks(self, kind: StepKind) -> ProfiledGraph:
         graph = torch.cuda.CUDAGraph(keep_graph=True)  # what it launches is counted in the graph itself
         before = Kernel.num_launched
         with self._capturing(graph):
             marks = self._profiler.new_marks()
-            decode_step(self._operators, rows, marks)
+            self._step(self.state, kind, marks)
         marks.launches = Launches(Kernel.num_launched - before, count_kernel_nodes(graph.raw_cuda_graph()))
         graph.instantiate()
         return ProfiledGraph(graph, marks)
@@ -175,15 +238,21 @@ class GraphStep(_StateBackend):
         """Other threads (rows being read, the watch over the peers) may do as they please meanwhile."""
         return torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
 
-    def _bucket(self, num_rows: int) -> int:
+    def replace_drafter(self, drafter: DeviceDrafter) -> None:
+        super().replace_drafter(drafter)
+        torch.cuda.synchronize()
+        for made in (self._graphs, self._profiled):
+            for kind in [kind for kind in made if kind.num_drafts]:
+                del made[kind]
+
+    def _padded(self, num_rows: int) -> int:
         return next(bucket for bucket in self._buckets if bucket >= num_rows)
 
-    def _run(self, num_rows: int, is_filtered: bool, is_due: bool) -> Marks:
-        place = self._bucket(num_rows), is_filtered
+    def _run(self, kind: StepKind, is_due: bool) -> Marks:
         if not is_due:
-            self._graphs[place].replay()
+            self._graphs[kind].replay()
             return NO_MARKS
-        profiled = self._profiled[place]
+        profiled = self._profiled[kind]
         self._profiler.settle(profiled.marks)
         profiled.graph.replay()
         return profiled.marks

@@ -12,11 +12,12 @@ from typing import Protocol
 from engine.profile.clock import Clock, Stamp
 
 STAGES = ("qkv", "attention", "o_proj", "all_reduce", "mlp", "head", "sampling", "rest")
+DRAFT = "draft"  # of steps with drafts, besides
 
 
 class Marks(Protocol):
     def end(self, stage: str, layer_idx: int | None = None) -> None:
-        """What was queued since the last border was `stage`, one of `STAGES`, of a layer or of none."""
+        """What was queued since the last border was `stage`, one of `STAGES` or `DRAFT`, of a layer or of none."""
 
 
 class NoMarks:

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from engine.profile.marks import STAGES, Launches
-from engine.profile.timed_step import KINDS, TimedStep, Work
+from engine.profile.marks import DRAFT, STAGES, Launches
+from engine.profile.timed_step import KINDS, SPECULATIVE, TimedStep, Work
 
 SUM_TOLERANCE = 0.05  # of the stages' sum against the host's clock
 
@@ -48,7 +48,8 @@ class KindProfile:
             return None
         warm = [step for step in profiled if not step.is_first]
         used = warm or profiled
-        stages = {stage: sum(span.us for step in used for span in step.spans if span.stage == stage) for stage in STAGES}
+        names = (DRAFT, *STAGES) if kind == SPECULATIVE else STAGES
+        stages = {stage: sum(span.us for step in used for span in step.spans if span.stage == stage) for stage in names}
         return cls(
             kind=kind,
             num_steps=len(steps),

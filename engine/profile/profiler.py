@@ -22,7 +22,7 @@ from engine.profile.clock import Clock, Stamp
 from engine.profile.host_syncs import HostSyncCount
 from engine.profile.marks import NO_MARKS, Launches, Marks, StageMarks
 from engine.profile.profile import Profile
-from engine.profile.timed_step import BURST, DECODE, MIXED, PREFILL, TimedStep, Work
+from engine.profile.timed_step import BURST, DECODE, MIXED, PREFILL, SPECULATIVE, TimedStep, Work
 from engine.scheduler import ScheduledRow
 from kernels.launch_kernel import Kernel
 
@@ -133,9 +133,10 @@ class Profiler:
 
     # -- bursts ------------------------------------------------------------------------------------------------------
 
-    def begin_burst(self, num_rows: int, is_filtered: bool) -> None:
+    def begin_burst(self, num_rows: int, is_filtered: bool, num_drafts: int = 0) -> None:
         self._was_synced = False  # what the burst computes beyond the last token that is read still runs when it is over
-        self._burst = _Burst(Work(BURST, num_rows, num_rows, is_filtered=is_filtered)) if self._is_wanted(BURST) else None
+        work = Work(SPECULATIVE if num_drafts else BURST, num_rows, num_rows * (num_drafts + 1), is_filtered=is_filtered)
+        self._burst = _Burst(work) if self._is_wanted(work.kind) else None
 
     @contextmanager
     def launching(self, num_steps: int) -> Iterator[None]:
@@ -152,7 +153,7 @@ class Profiler:
     def is_due(self) -> bool:
         burst = self._burst
         has_start = burst is not None and burst.end is not None  # the first step of a burst has no step before it
-        return has_start and self._is_wanted(BURST) and self._since_profiled >= BURST_PERIOD
+        return has_start and self._is_wanted(burst.work.kind) and self._since_profiled >= BURST_PERIOD
 
     def settle(self, marks: Marks) -> None:
         while any(pending.marks is marks for pending in self._pending):
@@ -160,14 +161,14 @@ class Profiler:
 
     def end_burst_step(self, marks: Marks) -> None:
         burst = self._burst
-        if burst is not None and marks is NO_MARKS and not self._is_wanted(BURST):
+        if burst is not None and marks is NO_MARKS and not self._is_wanted(burst.work.kind):
             burst = self._burst = None
         if burst is None:
             return
         end, step = self.clock.stamp(), TimedStep(burst.work)
         self._since_profiled = 1 if marks is not NO_MARKS else self._since_profiled + 1
         if marks is not NO_MARKS:
-            self._num_profiled[BURST] += 1
+            self._num_profiled[burst.work.kind] += 1
             # A graph is brought to the GPU at its first replay.
             step.is_first = not self._is_warm and burst.work not in self._replayed
             self._replayed.add(burst.work)

@@ -29,7 +29,7 @@ class StepProfiler(Protocol):
     def end(self, is_synced: bool) -> None:
         """That step is over, tokens chosen. `is_synced`: the host has waited for the device."""
 
-    def begin_burst(self, num_rows: int, is_filtered: bool) -> None: ...
+    def begin_burst(self, num_rows: int, is_filtered: bool, num_drafts: int = 0) -> None: ...
 
     def launching(self, num_steps: int) -> AbstractContextManager[None]:
         """Around the launches of a burst's next `num_steps` steps."""
@@ -62,7 +62,7 @@ class NoProfiler:
 
     def end(self, is_synced: bool) -> None: ...
 
-    def begin_burst(self, num_rows: int, is_filtered: bool) -> None: ...
+    def begin_burst(self, num_rows: int, is_filtered: bool, num_drafts: int = 0) -> None: ...
 
     def launching(self, num_steps: int) -> AbstractContextManager[None]:
         return nullcontext()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 
 from engine.profile.profile import KindProfile, Profile
-from engine.profile.timed_step import BURST, DECODE, MIXED, PREFILL
+from engine.profile.timed_step import BURST, DECODE, MIXED, PREFILL, SPECULATIVE
 
 TITLES = {
     PREFILL: "prefill",
     MIXED: "prefill beside decode",
     DECODE: "decode, one step at a time",
     BURST: "decode in bursts",
+    SPECULATIVE: "decode in bursts with drafts",
 }
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from engine.profile.marks import Launches, Span
 from engine.scheduler import ScheduledRow
 
-PREFILL, DECODE, MIXED, BURST = "prefill", "decode", "mixed", "burst"
-KINDS = (PREFILL, MIXED, DECODE, BURST)
-"""Buckets that never share a number. `mixed`: a chunk of a prompt beside rows that decode. `burst`: decode steps of bursts."""
+PREFILL, DECODE, MIXED, BURST, SPECULATIVE = "prefill", "decode", "mixed", "burst", "speculative"
+KINDS = (PREFILL, MIXED, DECODE, BURST, SPECULATIVE)
+"""Buckets that never share a number. `mixed`: a chunk of a prompt beside rows that decode. `burst`: decode steps of bursts;
+`speculative`: those with drafts."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ struct AttentionParams {
     const elem_bits* bias;    // [q, k and v heads][HEAD_DIM] or null
     const elem_bits* q_norm;  // [HEAD_DIM] or null, like k_norm
     const elem_bits* k_norm;
-    const elem_bits* turns;   // [positions][2][HEAD_DIM / 2] cosines and sines
+    const elem_bits* turns;   // [positions][2][HEAD_DIM / 2] cosines and sines; null: heads are rotated already
     const void* positions;    // [rows] of the new tokens; -1: no token
     const int* pages;         // [rows][max_pages]
     elem_bits* keys;          // [slots][KV heads][HEAD_DIM]

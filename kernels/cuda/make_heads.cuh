@@ -39,7 +39,7 @@ struct NewHeads {
     // Start to read what was there before this step.
     __device__ __forceinline__ void prepare(const AttentionParams& p, const Place& at, const KeyRange& range, int position) {
         count = at.group + (at.is_owner() ? 2 : 0);
-        turn = load_raw(p.turns + static_cast<long>(position) * HEAD_DIM);
+        if (p.turns != nullptr) turn = load_raw(p.turns + static_cast<long>(position) * HEAD_DIM);
         if (p.q_norm != nullptr) q_norm = load_raw(p.q_norm), k_norm = load_raw(p.k_norm);
         aim(p, at, threadIdx.x / 32);
         if (at.is_owner()) slot = range.slot_of(range.count - 1, range.page_of(range.count - 1));
@@ -108,7 +108,7 @@ struct NewHeads {
         round_head(head);
         if (idx != at.group + 1) {  // no value
             if (p.q_norm != nullptr) normalise(head, to_head(idx == at.group ? RawHead(k_norm) : RawHead(q_norm)), p.eps);
-            rotate(head, to_head(turn));
+            if (p.turns != nullptr) rotate(head, to_head(turn));
         }
         return to_raw(head);
     }

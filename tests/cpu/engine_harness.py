@@ -14,11 +14,15 @@ from engine.byte_text import ByteText
 from engine.completion import Completion
 from engine.drafts.loading import build_speculation
 from engine.drafts.speculation import DraftStats, Speculation
+from engine.graph.drafters import ModelDrafts
 from engine.graph.operators import TorchOperators
-from engine.graph.row_state import RowState
+from engine.graph.prefill import PrefillStep
+from engine.graph.row_state import RowState, Speculable
+from engine.graph.speculative_step import DeviceDrafter
 from engine.graph.step import BurstBackend, TwinBurst
+from engine.kv_cache import KvCache
 from engine.leader import Leader
-from engine.loading import build_replica, draw_blueprint
+from engine.loading import build_replica, draw_blueprint, load_blueprint_weights
 from engine.loop import Interrupted, ListSource, RequestSource, RunStats, follow, lead, no_interrupt
 from engine.pages import PagePool
 from engine.profile.marks import NO_MARKS, Marks
@@ -123,13 +127,34 @@ def lead_all(
         run.exit_code = error.exit_code
 
 
-def twin_bursts(replica: Replica) -> TwinBurst:
-    """Bursts of the replica's own model, on the CPU."""
+def twin_bursts(
+    replica: Replica, make_drafter: Callable[[Replica], DeviceDrafter] | None = None, max_drafts: int = 16
+) -> TwinBurst:
+    """Bursts of the replica's own model, on the CPU; with drafts if there is a drafter."""
     step, limits = replica.backend, replica.scheduler.limits
     operators = TorchOperators(step.config, step.plan, step.weights, replica.comm, step.kv, num_ids=replica.full_vocab)
     max_pages = -(-limits.max_model_len // step.kv.page_size)
-    state = RowState(limits.max_batch, max_pages, replica.full_vocab, CPU, replica.comm.check)
-    return TwinBurst(operators, state, replica.profiler)
+    speculable = None if make_drafter is None else Speculable(limits.max_batch, max_drafts, limits.max_model_len)
+    state = RowState(limits.max_batch, max_pages, replica.full_vocab, CPU, replica.comm.check, speculable)
+    return TwinBurst(operators, state, replica.profiler, None if make_drafter is None else make_drafter(replica))
+
+
+def twin_draft_model(folder: Path) -> Callable[[Replica], ModelDrafts]:
+    """Makes drafters of the model in `folder`, whole on every rank, in the pages of the target."""
+
+    def make(replica: Replica) -> ModelDrafts:
+        blueprint = draw_blueprint(EngineSettings(str(folder)), World())
+        config, plan, target = blueprint.config, blueprint.plan, replica.backend.kv
+        num_pages = target.num_slots // target.page_size
+        kv = KvCache.allocate(
+            config.num_layers, num_pages, target.page_size, plan.local_kv_heads, config.head_dim, torch.float32, CPU
+        )
+        num_ids = min(config.full_vocab, replica.full_vocab)
+        operators = TorchOperators(config, plan, load_blueprint_weights(blueprint), SingleCommunicator(), kv, num_ids)
+        limits = replica.scheduler.limits
+        return ModelDrafts(operators, PrefillStep(operators, limits.max_model_len), limits.max_step_tokens, str(folder))
+
+    return make
 
 
 class ScriptedBackend:

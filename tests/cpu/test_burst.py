@@ -42,12 +42,15 @@ class Recorder:
     """A burst backend that notes what passes through it."""
 
     def __init__(self, backend):
-        self._backend, self.max_rows = backend, backend.max_rows
+        self._backend, self.max_rows, self.speculable = backend, backend.max_rows, backend.speculable
         self.num_begun = self.num_continued = self.num_launched = self.num_read = self.most_ahead = 0
 
-    def begin(self, sequences):
+    def begin(self, sequences, num_drafts=0):
         self.num_begun += 1
-        return self._backend.begin(sequences)
+        return self._backend.begin(sequences, num_drafts)
+
+    def end(self, burst):
+        self._backend.end(burst)
 
     def launch(self, burst, num_steps):
         assert 1 <= num_steps <= MAX_BURST_STEPS

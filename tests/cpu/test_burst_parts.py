@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy
 import pytest
 import torch
 
 from comm.single import SingleCommunicator
 from comm.threads import ThreadCommunicator, ThreadGroup
-from engine.graph.loading import obstacle_to_graphs
+from engine.graph.loading import obstacle_to_graphs, speculates_on_device
 from engine.graph.row_state import MAX_STEPS_AHEAD, PADDING, RowState
 from engine.graph.staging import Staging
 from engine.graph.step import BUCKETS, buckets_for
@@ -132,6 +134,15 @@ def test_who_gets_graphs():
     assert obstacle_to_graphs(settings, cuda, SingleCommunicator(), hopper) == ""
     assert obstacle_to_graphs(settings, CPU, SingleCommunicator()) == "on a CPU"
     assert obstacle_to_graphs(EngineSettings("model", is_eager=True), cuda, SingleCommunicator()) == "as --eager asks"
-    assert "drafts" in obstacle_to_graphs(EngineSettings("model", is_ngram=True), cuda, SingleCommunicator(), hopper)
+    assert obstacle_to_graphs(EngineSettings("model", is_ngram=True), cuda, SingleCommunicator(), hopper) == ""
     assert "threads cannot be captured" in obstacle_to_graphs(settings, cuda, ThreadCommunicator(ThreadGroup(2), 0), hopper)
     assert "compute capability 8.0" in obstacle_to_graphs(settings, cuda, SingleCommunicator(), (8, 0))
+
+
+def test_who_guesses_on_the_device(monkeypatch):
+    cuda, comm = torch.device("cuda", 0), SingleCommunicator()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for settings in (EngineSettings("model", is_ngram=True), EngineSettings("model", draft_model="small")):
+        assert speculates_on_device(settings, cuda, comm) and not speculates_on_device(settings, CPU, comm)
+        assert not speculates_on_device(replace(settings, is_eager=True), cuda, comm)
+    assert not speculates_on_device(EngineSettings("model"), cuda, comm)

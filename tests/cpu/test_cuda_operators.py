@@ -10,14 +10,17 @@ import torch
 
 import engine.eager
 from comm.vocabulary import best_of_ranks, local_best
+from engine.drafts.depth import FixedDepth
+from engine.drafts.speculation import Speculation
 from engine.graph import cuda_operators
 from engine.graph.cuda_operators import CudaOperators, EndKernels
 from engine.graph.operators import _exchange
 from engine.graph.overlapped_sums import OverlappedSums
 from engine.graph.prefill import TwinPrefill
-from engine.graph.row_state import RowState
+from engine.graph.row_state import RowState, Speculable
 from engine.graph.step import TwinBurst
 from engine.rope import inverse_frequencies
+from kernels.accept_drafts import accept_drafts
 from kernels.add_norm import add_norm
 from kernels.advance_rows import advance_rows
 from kernels.decode_attention import decode_attention
@@ -30,7 +33,7 @@ from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary_turns
 from kernels.rotary_write import rotary_write
 from kernels.silu_mul import silu_mul
-from tests.cpu.engine_harness import CPU, answer, request
+from tests.cpu.engine_harness import CPU, answer, request, twin_draft_model
 from tests.cpu.test_burst import prompts
 from tests.cpu.test_fp8_linear import fp8_linear
 from tests.cpu.tiny import make_model, save_model
@@ -90,10 +93,11 @@ def twin_attention(step, max_context: int):
     inv_freq = inverse_frequencies(step.config.rope, step.config.head_dim)
     turns = rotary_turns(max_context, inv_freq, step.config.rope.attention_factor, step.dtype)
 
-    def launch(*tensors, norms, window, is_early):
-        return decode_attention(*tensors, turns=turns, page_size=step.kv.page_size, norms=norms, window=window)
+    def launch(*tensors, norms=None, window, is_early, is_rotated=False):
+        options = {"norms": norms, "window": window, "is_rotated": is_rotated}
+        return decode_attention(*tensors, turns=turns, page_size=step.kv.page_size, **options)
 
-    return SimpleNamespace(launch=launch, max_rows=2)
+    return SimpleNamespace(launch=launch, max_rows=2, turns=turns)
 
 
 @pytest.fixture
@@ -111,6 +115,7 @@ def twin_kernels(monkeypatch):
         filter_logits(*tensors)
 
     monkeypatch.setattr(cuda_operators, "launch_advance_rows", lambda kernel, *tensors: advance_rows(*tensors))
+    monkeypatch.setattr(cuda_operators, "launch_accept_drafts", lambda kernel, *tensors: accept_drafts(*tensors))
     monkeypatch.setattr(cuda_operators, "launch_embed", launch_embed)
     monkeypatch.setattr(cuda_operators, "launch_silu_mul", lambda kernel, both, out: out.copy_(silu_mul(both)))
     monkeypatch.setattr(cuda_operators, "launch_filter_logits", launch_filters)
@@ -132,7 +137,7 @@ def test_the_wiring(family, has_attention, most_rows, size, tmp_path, twin_kerne
         step, max_context = replica.backend, replica.scheduler.limits.max_model_len
         attention = twin_attention(step, max_context) if has_attention else None
         gemvs.append(TwinGemv(most_rows))
-        ends = EndKernels(*[None] * 6)
+        ends = EndKernels(*[None] * 7)
         operators = CudaOperators(step, replica.full_vocab, TwinPeers(replica.comm), attention, gemvs[-1], ends)
         replica.backend = TwinPrefill(operators, replica.scheduler.limits, graph_tokens=16)
         max_pages = -(-max_context // step.kv.page_size)
@@ -156,6 +161,29 @@ def test_the_wiring(family, has_attention, most_rows, size, tmp_path, twin_kerne
     assert (gemvs[0].num_products > 0) == (most_rows > 0)
 
 
+@pytest.mark.parametrize("most_rows", (0, 2, 16))
+@pytest.mark.parametrize("has_attention", (True, False))
+@pytest.mark.parametrize("family", ("qwen2", "qwen3"))
+def test_the_wiring_of_steps_with_drafts(family, has_attention, most_rows, tmp_path, twin_kernels):
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1} if family == "qwen2" else {}
+    folder = save_model(make_model(family, max_position_embeddings=128, **windows), tmp_path)
+
+    def bursts(replica):
+        step, max_context = replica.backend, replica.scheduler.limits.max_model_len
+        attention = twin_attention(step, max_context) if has_attention else None
+        ends = EndKernels(*[None] * 7)
+        operators = CudaOperators(step, replica.full_vocab, TwinPeers(replica.comm), attention, TwinGemv(most_rows), ends)
+        max_pages = -(-max_context // step.kv.page_size)
+        state = RowState(8, max_pages, replica.full_vocab, CPU, replica.comm.check, Speculable(8, 4, max_context))
+        return TwinBurst(operators, state, drafter=twin_draft_model(folder)(replica))
+
+    for rules in ({}, {"temperature": 1.0, "top_k": 9}):
+        rows = lambda: [request(text, idx, max_tokens=5 + 4 * idx, **rules) for idx, text in enumerate(prompts(4))]  # noqa: B023, E731
+        speculation = Speculation(None, FixedDepth(3))
+        run = answer(folder, rows(), 2, bursts=bursts, speculation=speculation)
+        assert run.answers == answer(folder, rows(), 2).answers and speculation.stats.acceptance > 0.6
+
+
 @pytest.mark.parametrize("size", (1, 2))
 def test_many_rows_by_an_fp8_matrix(size, tmp_path, monkeypatch, twin_kernels):
     """Scaled products in prefill, the widened matrix for few rows: as an eager step that does the same."""
@@ -171,7 +199,7 @@ def test_many_rows_by_an_fp8_matrix(size, tmp_path, monkeypatch, twin_kernels):
 
     def bursts(replica):
         step, limits = replica.backend, replica.scheduler.limits
-        ends, peers = EndKernels(*[None] * 6), TwinPeers(replica.comm)
+        ends, peers = EndKernels(*[None] * 7), TwinPeers(replica.comm)
         operators = CudaOperators(step, replica.full_vocab, peers, None, TwinGemv(0), ends, TwinScaled())
         replica.backend = TwinPrefill(operators, limits, graph_tokens=0)
         return TwinBurst(operators, RowState(8, 8, replica.full_vocab, CPU, replica.comm.check))
@@ -200,7 +228,7 @@ def test_products_that_are_summed_in_parts(size, tmp_path, monkeypatch, twin_ker
 
     def bursts(replica):
         step, limits = replica.backend, replica.scheduler.limits
-        ends, sums = EndKernels(*[None] * 6), OverlappedSums(replica.comm, min_rows=5)
+        ends, sums = EndKernels(*[None] * 7), OverlappedSums(replica.comm, min_rows=5)
         operators = CudaOperators(step, replica.full_vocab, TwinPeers(replica.comm), None, TwinGemv(0), ends, sums=sums)
         replica.backend = TwinPrefill(operators, limits, graph_tokens=0)
         return TwinBurst(operators, RowState(8, 8, replica.full_vocab, CPU, replica.comm.check))

@@ -11,7 +11,7 @@ from engine.graph import step
 from engine.graph.operators import TorchOperators
 from engine.graph.row_state import RowState
 from engine.graph.step import GraphStep, buckets_for
-from engine.profile.marks import STAGES, Launches
+from engine.profile.marks import NO_MARKS, STAGES, Launches
 from engine.profile.profiler import BURST_PERIOD
 from tests.cpu.engine_harness import CPU, answer
 from tests.cpu.test_profile import rows
@@ -64,8 +64,9 @@ class MadeUpGraph:
     def replay(self):
         assert self.is_ready
         operators, device_rows, *marks = self.args
-        self.graphs.replayed.append((len(device_rows), bool(marks)))
-        if marks:  # its events get new times
+        is_marked = marks[0] is not NO_MARKS
+        self.graphs.replayed.append((len(device_rows), is_marked))
+        if is_marked:  # its events get new times
             launches = marks[0].launches
             marks[0].__init__(marks[0]._clock)
             marks[0].launches = launches

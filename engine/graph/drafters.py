@@ -1,0 +1,93 @@
+"""Drafters on the device: a small model with a cache of its own, or the row itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from engine.graph.decode_step import compute_rows
+from engine.graph.operators import Operators
+from engine.graph.prefill import PrefillStep
+from engine.graph.row_state import SpeculativeRows
+from engine.graph.speculative_step import spread
+from engine.replica import build_batch
+from engine.scheduler import ScheduledRow
+from engine.sequence import Sequence
+from kernels.ngram_drafts import ngram_drafts
+
+
+class NgramDrafts:
+    """`DeviceDrafter` that copies from the row itself. `launch`: `kernels.ngram_drafts`, as kernel or twin."""
+
+    description = "n-grams of the row"
+
+    def __init__(self, launch: Callable[..., torch.Tensor] = ngram_drafts):
+        self._launch = launch
+
+    def catch_up(self, sequences: list[Sequence]) -> None:
+        pass  # a burst begins with all tokens of its rows
+
+    def note_end(self, sequences: list[Sequence]) -> None:
+        pass
+
+    def propose(self, rows: SpeculativeRows, num_drafts: int) -> torch.Tensor:
+        drafts = torch.empty(len(rows), num_drafts, dtype=torch.int64, device=rows.history.device)
+        return self._launch(rows.history, rows.rows.positions, drafts)
+
+
+class ModelDrafts:
+    """`DeviceDrafter` that runs a model, whole on every rank or split over them.
+
+    `operators`: of the model, on a cache that has a page for every page of the target's, so that a row's pages are the same in
+    both. `prefill`: of the same model. `max_step_tokens`: of a step that catches up.
+
+    A draft is drawn as the target will draw: with the same temperature, filters and noise. The first of a row's steps computes
+    the token before the last as well: where all drafts held, the last of them has not been through this model yet.
+    """
+
+    def __init__(self, operators: Operators, prefill: PrefillStep, max_step_tokens: int, description: str):
+        self._operators, self._prefill, self._max_step_tokens = operators, prefill, max_step_tokens
+        self.description = description
+
+    def catch_up(self, sequences: list[Sequence]) -> None:
+        for rows in self._steps(sequences):
+            device = self._operators.kv.keys.device
+            self._prefill.run(build_batch(rows, self._operators.kv.page_size, device))
+
+    def _steps(self, sequences: list[Sequence]) -> Iterator[list[ScheduledRow]]:
+        rows: list[ScheduledRow] = []
+        budget = self._max_step_tokens
+        for sequence in sequences:
+            while sequence.num_draft_computed < sequence.num_computed:
+                first = sequence.num_draft_computed
+                count = min(sequence.num_computed - first, budget)
+                rows.append(ScheduledRow(sequence, first, count, is_sampled=False, num_logits=0))
+                sequence.num_draft_computed += count
+                budget -= count
+                if budget == 0:
+                    yield rows
+                    rows, budget = [], self._max_step_tokens
+        if rows:
+            yield rows
+
+    def note_end(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.num_draft_computed = sequence.num_computed - 1
+
+    def propose(self, rows: SpeculativeRows, num_drafts: int) -> torch.Tensor:
+        last = rows.rows.token_ids[:, None]
+        before = rows.history.gather(1, (rows.rows.positions[:, None] - 1).clamp(min=0)).long()
+        x = self._compute(rows, torch.cat((before, last), 1), first=-1)[1::2].contiguous()
+        drafts = [self._choose(rows, x, last, first=0)]
+        for place in range(1, num_drafts):
+            drafts.append(self._choose(rows, self._compute(rows, drafts[-1], place), drafts[-1], place))
+        return torch.cat(drafts, 1)
+
+    def _compute(self, rows: SpeculativeRows, token_ids: torch.Tensor, first: int) -> torch.Tensor:
+        return compute_rows(self._operators, spread(rows.rows, token_ids, first))
+
+    def _choose(self, rows: SpeculativeRows, x: torch.Tensor, token_ids: torch.Tensor, first: int) -> torch.Tensor:
+        """`[n, 1]`: what follows `token_ids`, at the rows' positions + `first`."""
+        logits = self._operators.linear(x, self._operators.weights.head)
+        return self._operators.choose(spread(rows.rows, token_ids, first), logits)[0][:, None]

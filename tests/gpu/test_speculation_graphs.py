@@ -1,0 +1,167 @@
+"""Steps with drafts as graphs on one GPU: their kernels against the twins, and the engine's tokens with and without."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.gpu.graph_engine import answer_on_gpu, open_replica
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+VOCAB = 1009
+RULES = {
+    "greedy": {},
+    "drawn": {"temperature": 1.0},
+    "filtered": {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "logit_bias": ((3, 2.0), (9, -50.0))},
+}
+
+
+@pytest.fixture(scope="module")
+def build():
+    from kernels.build import Build, default_cache_folder
+
+    return Build(default_cache_folder())
+
+
+@pytest.mark.parametrize("rows, num_drafts", [(1, 1), (5, 4), (16, 8), (16, 16)])
+def test_accept_drafts(build, rows, num_drafts):
+    from kernels.accept_drafts import accept_drafts, launch_accept_drafts, load_accept_drafts
+    from tests.cpu.test_device_drafts import draw_case
+
+    kernel, rng = load_accept_drafts(build), random.Random(rows)
+    for step_number in range(30):
+        ids, values, drafts = draw_case(rng, rows, num_drafts)
+        positions = torch.tensor([rng.randrange(3, 40) if rng.random() < 0.8 else -1 for _ in range(rows)])
+        outcomes = []
+        for launch in (accept_drafts, lambda *tensors: launch_accept_drafts(kernel, *tensors)):
+            state = [
+                torch.full((rows,), 5), positions.clone(), torch.full((rows + 1, 64), 7, dtype=torch.int32),
+                torch.tensor([step_number]), torch.zeros(4, rows * (num_drafts + 1) + 3, dtype=torch.int64),
+            ]  # fmt: skip
+            state = [tensor.cuda() for tensor in state]
+            launch(torch.tensor(ids).flatten().cuda(), torch.tensor(values).flatten().cuda(), torch.tensor(drafts).cuda(), *state)
+            outcomes.append([tensor.tolist() for tensor in state])
+        assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("longest", (1, 7, 600, 5000))
+def test_ngram_drafts(build, longest):
+    from kernels.ngram_drafts import launch_ngram_drafts, load_ngram_drafts, ngram_drafts
+
+    kernel, generator = load_ngram_drafts(build), torch.Generator().manual_seed(longest)
+    for num_ids, num_drafts in ((2, 1), (6, 8), (50, 16), (100_000, 5)):
+        history = torch.randint(0, num_ids, (5, longest + 3), generator=generator).int().cuda()
+        positions = torch.randint(0, longest, (5,), generator=generator).cuda()
+        positions[3] = -1
+        drafts = [torch.full((5, num_drafts), -5, device="cuda") for _ in range(2)]
+        ngram_drafts(history, positions, drafts[0])
+        launch_ngram_drafts(kernel, history, positions, drafts[1])
+        assert torch.equal(*drafts)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    from tests.cpu.tiny import make_model, save_model
+
+    shape = {"vocab_size": VOCAB, "hidden_size": 256, "head_dim": 64, "intermediate_size": 208, "max_position_embeddings": 1024}
+    small = {**shape, "num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    window = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
+    options = {"qwen2": shape, "qwen3": shape, "window": {**shape, **window}, "narrow": {**shape, "head_dim": 24}, "small": small}
+    made = {}
+    for name, extra in options.items():
+        family = name if name.startswith("qwen") else "qwen2"
+        made[name] = save_model(make_model(family, **extra), tmp_path_factory.mktemp(name))
+    return made
+
+
+def rows(lengths, max_tokens: int = 60, **options) -> list:
+    """Prompts that repeat themselves."""
+    from tests.cpu.engine_harness import request
+
+    rng = random.Random(7)
+    prompts = [([rng.randrange(VOCAB) for _ in range(-(-length // 2))] * 2)[:length] for length in lengths]
+    return [request(prompt, idx, max_tokens=max_tokens, **options) for idx, prompt in enumerate(prompts)]
+
+
+def speculate(depth):
+    from engine.drafts.depth import FixedDepth
+    from engine.drafts.speculation import Speculation
+
+    return Speculation(None, FixedDepth(depth) if isinstance(depth, int) else depth)
+
+
+LENGTHS = (5, 300, 64, 15, 16, 17, 1, 40, 130)
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("family", ("qwen2", "qwen3", "window", "narrow"))
+def test_tokens_are_those_without_drafts(folders, family, rules):
+    """fp32; drafts of the row itself, of the model itself and of noise; 1 to 8 of them; alone and in batches."""
+    wanted = answer_on_gpu(open_replica(folders[family], "eager", max_batch=9), rows(LENGTHS, **RULES[rules]))
+    acceptance = {}
+    for name, settings in {
+        "ngram": {"is_ngram": True},
+        "itself": {"draft_model": str(folders[family])},
+        "noise": {"draft_model": str(folders["small"])},
+    }.items():
+        for max_batch in (1, 9):
+            replica = open_replica(folders[family], "cuda", max_batch=max_batch, num_drafts=8, **settings)
+            for num_drafts in (1, 2, 4, 8):
+                run = answer_on_gpu(replica, rows(LENGTHS, **RULES[rules]), speculation=speculate(num_drafts))
+                assert run.answers == wanted.answers, (name, max_batch, num_drafts)
+                acceptance[name, max_batch, num_drafts] = run.drafts.acceptance
+    print({key: round(value, 3) for key, value in acceptance.items()})
+    assert all(value > 0.7 for (name, *_), value in acceptance.items() if name == "itself"), "a model guesses its own tokens"
+
+
+def test_no_step_with_drafts_waits_for_the_device(folders):
+    from engine.profile.host_syncs import count_host_copies, count_host_syncs
+
+    replica = open_replica(folders["qwen2"], "cuda", max_batch=3, draft_model=str(folders["small"]))
+    answer_on_gpu(replica, rows((20, 30, 40), 20), speculation=speculate(4))
+    counts = {}
+    for count in (count_host_syncs, count_host_copies):
+        counts[count.__name__] = [
+            count(lambda n=n: answer_on_gpu(replica, rows((20, 30, 40), n), speculation=speculate(4))) for n in (20, 60)
+        ]
+    print(counts)
+    assert all(few == many for few, many in counts.values()), "40 tokens more wait no more"
+
+
+def test_few_pages_and_stops(folders):
+    pages = {"kv_memory_bytes": 40 * 2 * 2 * 16 * 2 * 64 * 4, "max_batch": 9, "max_model_len": 256}
+    requests = lambda: rows((60, 50, 70, 30, 20, 10, 90), 100)  # noqa: E731
+    wanted = answer_on_gpu(open_replica(folders["qwen2"], "eager", **pages), requests())
+    replica = open_replica(folders["qwen2"], "cuda", draft_model=str(folders["qwen2"]), **pages)
+    run = answer_on_gpu(replica, requests(), speculation=speculate(5))
+    assert run.answers == wanted.answers and replica.scheduler.num_preemptions > 0
+    for place in (5, 6, 7, 8, 9):
+        stops = [ids[place] for ids in wanted.token_ids]
+        found = [
+            answer_on_gpu(open_or, rows((60, 50), 100, stop_ids=stops), **more)
+            for open_or, more in ((open_replica(folders["qwen2"], "eager"), {}), (replica, {"speculation": speculate(5)}))
+        ]
+        assert found[0].answers == found[1].answers
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "fp8"))
+def test_other_dtypes_differ_at_near_ties_only(tmp_path, dtype):
+    """Against plain graphs of the same dtype: a first difference is where two logits are nearly equal."""
+    from tests.near_ties import MOST_TIES, Reference
+    from tests.token_cases import save_mild_model
+
+    folder = save_mild_model(tmp_path)
+    plain = open_replica(folder, "cuda", dtype=dtype, max_batch=8)
+    drafted = open_replica(folder, "cuda", dtype=dtype, max_batch=8, draft_model=str(folder))
+    prompts = [item.prompt_ids for item in rows(LENGTHS[:8])]
+    wanted = answer_on_gpu(plain, rows(LENGTHS[:8], 40)).token_ids
+    run = answer_on_gpu(drafted, rows(LENGTHS[:8], 40), speculation=speculate(4))
+    print(f"{dtype}: acceptance {run.drafts.acceptance:.3f}")
+    if dtype == "bfloat16":
+        tally = Reference(folder, "cuda").compare(prompts, wanted, run.token_ids, torch.bfloat16)
+        print(tally)
+        assert tally.tie_rate < MOST_TIES
+    assert run.drafts.acceptance > 0.6
