@@ -191,8 +191,10 @@ def flashinfer(work: Work, x: Tensors, write: Kernel, is_pdl: bool) -> dict[str,
 def write_choices(
     path: Path, shapes: Sequence[str], kernels: dict[int, Kernel], write: Kernel, repeats: int, is_pdl: bool
 ) -> None:
+    """Time both and write the table, whole after each shape: what is missing from it counts as not measured."""
     from flashinfer import __version__
 
+    made_by = {"device": torch.cuda.get_device_name(), "commit": commit(), "flashinfer": __version__, "pdl": is_pdl}
     table = {}
     for name in shapes:
         _, num_q, num_kv, dim = CHOICE_SHAPES[name]
@@ -208,8 +210,7 @@ def write_choices(
                 }
                 table[heads.key(rows, context)] = {backend: round(value, 2) for backend, value in us.items()}
                 print(f"{heads.key(rows, context)}: {min(us, key=us.get)}  {us[OWN]:.2f}  {us[FLASHINFER]:.2f}", flush=True)
-    made_by = {"device": torch.cuda.get_device_name(), "commit": commit(), "flashinfer": __version__, "pdl": is_pdl}
-    path.write_text(json.dumps(made_by | {"us": table}, indent=1) + "\n")
+        path.write_text(json.dumps(made_by | {"us": table}, indent=1) + "\n")
 
 
 def note(record: Path | None, model: str, tp: int, work: Work, us: float, peers: dict[str, float], is_pdl: bool) -> None:
