@@ -101,7 +101,7 @@ bench-soak: TP := 8
 bench-soak:  ## On a machine with GPUs: CALLS= checked all-reduces on TP= ranks (1000000 on 8), under MPS unless MPS= is empty
 	$(MPS) $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(TP) -m engine.bench.soak --calls $(CALLS) --record results/soak.jsonl
 
-bench-attention:  ## On a machine with a GPU: decode attention beside torch's
+bench-attention:  ## On a machine with a GPU: decode attention beside torch's, and FlashInfer's where it is installed
 	$(PYTHON) -m engine.bench.attention --record results/decode_attention.jsonl
 
 bench-products:  ## On a machine with a GPU: the products of decode steps beside cuBLAS

@@ -1,13 +1,16 @@
 """Decode attention of one layer on one GPU, us a launch: launches in one CUDA graph, the median of repeats.
 
 The launches go over the caches of so many layers that they do not stay in L2. Time includes what the kernel does besides: sums of
-the qkv parts, rotation, cache write. The peers only attend: torch's `scaled_dot_product_attention` over dense keys and, with
-`--flashinfer`, FlashInfer over the same pages. Everything of ours is checked before it is timed. `--trials` times other ways
-to share a row as well, and prints the fastest: numbers are those of `SplitGrid`, in its order.
+the qkv parts, rotation, cache write. Of the peers, `flashinfer_step` does the same in two kernels, one of ours that writes and
+FlashInfer's that attends over the same pages; `flashinfer` is the second alone, and torch's `sdpa` only attends too, over dense
+keys. What is timed was checked before, but for `sdpa`. `--trials` times other ways to share a row too, and prints the fastest:
+numbers are those of `SplitGrid`, in its order. `--choices` times our kernel and `flashinfer_step` for all numbers of rows and
+tokens that the engine's table tells apart, as an engine would launch them for long rows, and writes that table.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -19,15 +22,21 @@ import torch
 import torch.nn.functional as F
 
 from engine.bench.records import Record, commit
+from kernels.attention_choice import CONTEXT_BUCKETS, FLASHINFER, OWN, ROW_BUCKETS, Heads
 from kernels.build import Build, default_cache_folder
-from kernels.decode_attention import DecodeAttention, decode_attention, load_decode_attention
+from kernels.decode_attention import HEAD_DIMS, DecodeAttention, decode_attention, load_decode_attention
+from kernels.decode_write import load_decode_write
+from kernels.flashinfer_attention import FlashInferAttention, is_installed
 from kernels.launch_kernel import Kernel
 from kernels.rotary import rotary_turns
 from kernels.split_grid import BLOCK_SHARED_BYTES, SplitGrid, split_grid
 
-SHAPES = {"qwen2.5-7b": (1, 28, 4), "qwen2.5-72b": (2, 32, 4), "qwen2.5-72b/8": (8, 8, 1)}  # tp, local query and KV heads
+# tp, local query and KV heads, elements of a head
+SHAPES = {"qwen2.5-7b": (1, 28, 4, 128), "qwen2.5-72b": (2, 32, 4, 128), "qwen2.5-72b/8": (8, 8, 1, 128)}
+CHOICE_SHAPES = SHAPES | {"qwen2.5-0.5b": (1, 14, 2, 64), "qwen2.5-7b/2": (2, 14, 2, 128), "qwen2.5-7b/4": (4, 7, 1, 128),
+                          "qwen2.5-72b/4": (4, 16, 2, 128)}  # fmt: skip
 WORK = ((1, 512), (1, 4096), (1, 32768), (8, 512), (8, 4096), (32, 512), (32, 4096))  # rows, cached tokens of each
-HEAD_DIM, PAGE_SIZE, PARTS, DTYPE = 128, 16, 2, torch.bfloat16
+PAGE_SIZE, PARTS, DTYPE = 16, 2, torch.bfloat16
 LOAD_TB_S = 4.33  # HBM read by ordinary loads, the most that was measured on H200
 EMPTY_KERNEL_US = 0.51  # an empty kernel in a graph, as measured
 CACHE_BYTES, MAX_LAYERS, MIN_CALLS = 256 << 20, 64, 40
@@ -41,13 +50,14 @@ class Work:
 
     num_q: int
     num_kv: int
+    head_dim: int
     rows: int
     context: int
     room: int = 0  # tokens that a launch must be able to take, if more than there are
 
     @property
     def layer_bytes(self) -> int:
-        return 2 * self.rows * self.context * self.num_kv * HEAD_DIM * DTYPE.itemsize
+        return 2 * self.rows * self.context * self.num_kv * self.head_dim * DTYPE.itemsize
 
     @property
     def num_layers(self) -> int:
@@ -67,14 +77,15 @@ class Tensors:
 
     def __init__(self, work: Work):
         rows, heads = work.rows, work.num_q + 2 * work.num_kv
-        num_pages = rows * work.row_pages
-        shape = (work.num_layers, num_pages * PAGE_SIZE, work.num_kv, HEAD_DIM)
+        num_pages, dim = rows * work.row_pages, work.head_dim
+        shape = (work.num_layers, num_pages * PAGE_SIZE, work.num_kv, dim)
         self.keys, self.values = (torch.randn(shape, device="cuda", dtype=DTYPE) for _ in range(2))
-        self.page_table = torch.randperm(num_pages, device="cuda").int().view(rows, -1)
+        self.page_table = torch.zeros(rows, -(-work.max_context // PAGE_SIZE), dtype=torch.int32, device="cuda")
+        self.page_table[:, : work.row_pages] = torch.randperm(num_pages, device="cuda").view(rows, -1)
         self.positions = torch.full((rows,), work.context, dtype=torch.int32, device="cuda")
-        self.qkv = torch.randn(PARTS, rows, heads, HEAD_DIM, device="cuda") * 2
-        self.out = torch.full((rows, work.num_q, HEAD_DIM), float("nan"), dtype=DTYPE, device="cuda")
-        inv_freq = 1e6 ** -(torch.arange(0, HEAD_DIM, 2, device="cuda") / HEAD_DIM)
+        self.qkv = torch.randn(PARTS, rows, heads, dim, device="cuda") * 2
+        self.out = torch.full((rows, work.num_q, dim), float("nan"), dtype=DTYPE, device="cuda")
+        inv_freq = 1e6 ** -(torch.arange(0, dim, 2, device="cuda") / dim)
         self.turns = rotary_turns(work.max_context, inv_freq, 1.0, DTYPE)
         self.wanted = torch.empty_like(self.out)
         decode_attention(
@@ -113,11 +124,15 @@ def ours(work: Work, x: Tensors, kernel: Kernel, grid: SplitGrid, is_pdl: bool) 
     def launch(layer: int) -> torch.Tensor:
         return attention.launch(x.qkv, x.positions, x.page_table, x.keys[layer], x.values[layer], x.out)
 
-    x.out.fill_(float("nan"))
-    found = launch(0)
-    if not torch.allclose(found, x.wanted, atol=TOLERANCE, rtol=TOLERANCE):
-        sys.exit(f"decode attention is wrong for {work} on {grid}: off by {(found - x.wanted).abs().max().item():g}")
+    _check(x, lambda: launch(0), f"decode attention on {grid}", work)
     return [lambda layer=layer: launch(layer) for layer in range(work.num_layers)]
+
+
+def _check(x: Tensors, body: Callable[[], torch.Tensor], name: str, work: Work) -> None:
+    x.out.fill_(float("nan"))
+    found = body()
+    if not torch.allclose(found, x.wanted, atol=TOLERANCE, rtol=TOLERANCE):
+        sys.exit(f"{name} is wrong for {work}: off by {(found - x.wanted).abs().max().item():g}")
 
 
 def num_sms() -> int:
@@ -130,7 +145,7 @@ def trial_grids(work: Work) -> list[SplitGrid]:
     for num_warps, num_stages in ((4, 2), (4, 3), (4, 4), (8, 2), (8, 3)):
         for cluster in (1, 2, 4, 8):
             one = SplitGrid(cluster, 1, num_warps, num_stages)
-            a_sm = BLOCK_SHARED_BYTES // one.shared_bytes(DTYPE, HEAD_DIM)
+            a_sm = BLOCK_SHARED_BYTES // one.shared_bytes(DTYPE, work.head_dim)
             most = max(1, a_sm * num_sms() // cluster // pairs)
             if cluster > 1 and pairs * cluster > a_sm * num_sms():
                 continue
@@ -146,32 +161,56 @@ def try_grids(work: Work, x: Tensors, kernel: Kernel, grids: Sequence[SplitGrid]
 
 
 def sdpa(work: Work, x: Tensors) -> list[Callable[[], object]]:
-    query = torch.randn(work.rows, work.num_q, 1, HEAD_DIM, device="cuda", dtype=DTYPE)
+    query = torch.randn(work.rows, work.num_q, 1, work.head_dim, device="cuda", dtype=DTYPE)
 
     def attend(layer: int) -> torch.Tensor:
-        shape = (work.rows, -1, work.num_kv, HEAD_DIM)
+        shape = (work.rows, -1, work.num_kv, work.head_dim)
         keys, values = (cache[layer].view(shape)[:, : work.context].transpose(1, 2) for cache in (x.keys, x.values))
         return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
     return [lambda layer=layer: attend(layer) for layer in range(work.num_layers)]
 
 
-def flashinfer(work: Work, x: Tensors) -> list[Callable[[], object]]:
-    import flashinfer
+def flashinfer(work: Work, x: Tensors, write: Kernel, is_pdl: bool) -> dict[str, list[Callable[[], object]]]:
+    """Launches for each layer, with the kernel that writes and without, after the first one's result was found right."""
+    attention = FlashInferAttention(write, work.num_q, work.num_kv, PAGE_SIZE, x.turns, work.rows, num_sms(), is_pdl)
 
-    memory = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(memory, "NHD", use_tensor_cores=True)
-    starts = torch.arange(work.rows + 1, dtype=torch.int32, device="cuda") * work.row_pages
-    last = torch.full((work.rows,), work.context % PAGE_SIZE + 1, dtype=torch.int32, device="cuda")
-    wrapper.plan(
-        starts, x.page_table.flatten(), last, work.num_q, work.num_kv, HEAD_DIM, PAGE_SIZE, q_data_type=DTYPE, kv_data_type=DTYPE
-    )  # fmt: skip
-    query = torch.randn(work.rows, work.num_q, HEAD_DIM, device="cuda", dtype=DTYPE)
-    pages = (-1, PAGE_SIZE, work.num_kv, HEAD_DIM)
-    return [
-        lambda layer=layer: wrapper.run(query, (x.keys[layer].view(pages), x.values[layer].view(pages)))
-        for layer in range(work.num_layers)
-    ]
+    def step(layer: int) -> torch.Tensor:
+        return attention.launch(x.qkv, x.positions, x.page_table, x.keys[layer], x.values[layer], x.out)
+
+    def attend(layer: int) -> torch.Tensor:
+        return attention.attend(x.page_table, x.keys[layer], x.values[layer], x.out)
+
+    _check(x, lambda: step(0), "FlashInfer's attention", work)
+    return {
+        name: [lambda layer=layer, body=body: body(layer) for layer in range(work.num_layers)]
+        for name, body in (("flashinfer_step", step), ("flashinfer", attend))
+    }
+
+
+def write_choices(
+    path: Path, shapes: Sequence[str], kernels: dict[int, Kernel], write: Kernel, repeats: int, is_pdl: bool
+) -> None:
+    """Time both and write the table, whole after each shape: what is missing from it counts as not measured."""
+    from flashinfer import __version__
+
+    made_by = {"device": torch.cuda.get_device_name(), "commit": commit(), "flashinfer": __version__, "pdl": is_pdl}
+    table = {}
+    for name in shapes:
+        _, num_q, num_kv, dim = CHOICE_SHAPES[name]
+        heads = Heads(dim, num_q, num_kv, PAGE_SIZE)
+        for rows in ROW_BUCKETS:
+            for context in CONTEXT_BUCKETS:
+                work = Work(num_q, num_kv, dim, rows, context, room=CONTEXT_BUCKETS[-1] + 1)
+                x = Tensors(work)
+                grid = split_grid(rows, num_kv, num_sms(), work.max_context)
+                us = {
+                    OWN: us_per_call(ours(work, x, kernels[dim], grid, is_pdl), repeats),
+                    FLASHINFER: us_per_call(flashinfer(work, x, write, is_pdl)["flashinfer_step"], repeats),
+                }
+                table[heads.key(rows, context)] = {backend: round(value, 2) for backend, value in us.items()}
+                print(f"{heads.key(rows, context)}: {min(us, key=us.get)}  {us[OWN]:.2f}  {us[FLASHINFER]:.2f}", flush=True)
+        path.write_text(json.dumps(made_by | {"us": table}, indent=1) + "\n")
 
 
 def note(record: Path | None, model: str, tp: int, work: Work, us: float, peers: dict[str, float], is_pdl: bool) -> None:
@@ -191,11 +230,13 @@ def note(record: Path | None, model: str, tp: int, work: Work, us: float, peers:
 @click.option("--repeats", default=7, show_default=True)
 @click.option("--grid", "grids", multiple=True, metavar="NUMBERS", help="Also this way to share a row; may be repeated.")
 @click.option("--trials", is_flag=True, help="Also many ways to share a row.")
-@click.option("--shape", "shapes", multiple=True, type=click.Choice(list(SHAPES)), help="These shapes only; may be repeated.")
+@click.option("--shape", "shapes", multiple=True, type=click.Choice(list(CHOICE_SHAPES)), help="Only these; may be repeated.")
 @click.option("--room", default=0, help="Tokens a launch must be able to take, if more than there are: as an engine's would.")
 @click.option("--pdl/--no-pdl", default=True, help="Whether a launch may start before the one before has ended.")
 @click.option("--peers/--no-peers", "has_peers", default=True, help="Whether to time the peers.")
-@click.option("--flashinfer", "has_flashinfer", is_flag=True, help="Beside FlashInfer, which may compile for a while.")
+@click.option("--flashinfer/--no-flashinfer", "has_flashinfer", default=is_installed, help="Beside FlashInfer, which may compile "
+              "for a while; default: where it is installed.")
+@click.option("--choices", type=click.Path(path_type=Path), help="JSON file to write the engine's table to; nothing else.")
 @click.option("--record", type=click.Path(path_type=Path), help="Append the records to this file.")
 @torch.inference_mode()
 def main(
@@ -207,23 +248,31 @@ def main(
     pdl: bool,
     has_peers: bool,
     has_flashinfer: bool,
+    choices: Path | None,
     record: Path | None,
 ) -> None:
     commit()
+    if choices is not None and not is_installed():
+        raise click.UsageError("--choices compares with FlashInfer, which is not installed (extra flashinfer)")
     torch.zeros(1, device="cuda")  # a kernel is loaded in a context that is there
-    kernel = load_decode_attention(Build(default_cache_folder()), DTYPE, HEAD_DIM)
+    build = Build(default_cache_folder())
+    kernels, write = {dim: load_decode_attention(build, DTYPE, dim) for dim in HEAD_DIMS}, load_decode_write(build, DTYPE)
+    if choices is not None:
+        return write_choices(choices, shapes or list(CHOICE_SHAPES), kernels, write, repeats, pdl)
     for name in shapes or SHAPES:
-        tp, num_q, num_kv = SHAPES[name]
+        tp, num_q, num_kv, dim = CHOICE_SHAPES[name]
+        kernel = kernels[dim]
         for rows, context in WORK:
-            work = Work(num_q, num_kv, rows, context, room)
+            work = Work(num_q, num_kv, dim, rows, context, room)
             x = Tensors(work)
             usual = split_grid(rows, num_kv, num_sms(), work.max_context)
             us = us_per_call(ours(work, x, kernel, usual, pdl), repeats)
             line = f"{name:14} {num_q:2}/{num_kv} heads {rows:3} rows {context:6} tokens "
             line += f"{us:8.2f} us {work.layer_bytes / us / 1e6:5.2f} TB/s"
             peers = {"sdpa": us_per_call(sdpa(work, x), repeats)} if has_peers else {}
-            if has_flashinfer:
-                peers["flashinfer"] = us_per_call(flashinfer(work, x), repeats)
+            if has_peers and has_flashinfer:
+                for peer, bodies in flashinfer(work, x, write, pdl).items():
+                    peers[peer] = us_per_call(bodies, repeats)
             line += "".join(f"  {peer} {value:8.2f}" for peer, value in peers.items())
             others = [SplitGrid(*map(int, text.split(","))) for text in grids] + (trial_grids(work) if trials else [])
             if others:

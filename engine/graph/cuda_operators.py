@@ -12,18 +12,18 @@ from comm.device_collectives import UNIT_BYTES, norm_grid
 from comm.device_communicator import DeviceCommunicator
 from comm.device_single import DeviceSingle
 from engine.eager import EagerStep
+from engine.graph.chosen_attention import ChosenAttention, open_attention
 from engine.graph.chunk_tokens import ChunkTokens
 from engine.graph.operators import TorchOperators
 from engine.graph.overlapped_sums import OverlappedSums
 from engine.graph.row_state import DeviceRows
-from engine.rope import inverse_frequencies
 from engine.weights import LayerWeights
 from kernels.accept_drafts import launch_accept_drafts, load_accept_drafts
 from kernels.add_norm import add_norm, launch_add_norm, load_add_norm, takes_add_norm
 from kernels.advance_rows import launch_advance_rows, load_advance_rows
 from kernels.build import Build, default_cache_folder
 from kernels.chunk_attention import chunk_attention
-from kernels.decode_attention import HEAD_DIMS, MAX_GROUP, DecodeAttention, HeadNorms, load_decode_attention
+from kernels.decode_attention import DecodeAttention, HeadNorms
 from kernels.elements import VECTOR_BYTES
 from kernels.embed import MAX_ROWS as MAX_EMBED_ROWS
 from kernels.embed import launch_embed, load_embed
@@ -32,7 +32,6 @@ from kernels.fp8_linear import ScaledLinear, open_scaled_linear
 from kernels.gemv import Gemv, load_gemv
 from kernels.launch_kernel import Kernel
 from kernels.quantize import Fp8Weight
-from kernels.rotary import rotary_turns
 from kernels.rotary_write import NO_SLOT, launch_rotary_write, load_rotary_write, rotary_write, takes_rotary_write
 from kernels.silu_mul import MAX_ROWS as MAX_SILU_ROWS
 from kernels.silu_mul import launch_silu_mul, load_silu_mul, silu_mul
@@ -72,7 +71,7 @@ class CudaOperators(TorchOperators):
         step: EagerStep,
         num_ids: int,
         peers: DeviceCommunicator | DeviceSingle,
-        attention: DecodeAttention | None,
+        attention: DecodeAttention | ChosenAttention | None,
         gemv: Gemv,
         ends: EndKernels,
         scaled: ScaledLinear | None = None,
@@ -279,7 +278,7 @@ def open_operators(
     peers = comm if isinstance(comm, DeviceCommunicator) else DeviceSingle(build, torch.cuda.current_device(), ranks_per_gpu)
     is_pdl = peers.is_one_rank_per_gpu  # else a kernel that waits early holds room that a peer's kernel may need first
     num_sms = torch.cuda.get_device_properties(step.device).multi_processor_count
-    attention = _open_attention(build, step, max_rows, max_context, num_sms, is_pdl)
+    attention = open_attention(build, step, max_rows, max_context, num_sms, is_pdl)
     gemv = Gemv(load_gemv(build), num_sms, is_pdl)
     ends = EndKernels(
         load_embed(build, step.dtype),
@@ -294,22 +293,9 @@ def open_operators(
     is_overlapped = overlap_tokens > 0 and comm.size > 1 and peers.is_one_rank_per_gpu
     sums = OverlappedSums(comm, overlap_tokens) if is_overlapped else None
     operators = CudaOperators(step, num_ids, peers, attention, gemv, ends, scaled, sums)
+    if isinstance(attention, ChosenAttention):
+        operators.description += f"; {attention.description}"
     return operators, peers.check
-
-
-def _open_attention(
-    build: Build, step: EagerStep, max_rows: int, max_context: int, num_sms: int, is_pdl: bool
-) -> DecodeAttention | None:
-    config, plan, size = step.config, step.plan, step.kv.page_size
-    is_taken = config.head_dim in HEAD_DIMS and plan.q_per_unit <= MAX_GROUP and size & (size - 1) == 0
-    if not is_taken:
-        return None
-    inv_freq = inverse_frequencies(config.rope, config.head_dim).to(step.device)
-    turns = rotary_turns(max_context, inv_freq, config.rope.attention_factor, step.dtype)
-    kernel = load_decode_attention(build, step.dtype, config.head_dim)
-    return DecodeAttention(
-        kernel, plan.local_q_heads, plan.local_kv_heads, size, turns, max_rows, max_context, num_sms, is_pdl=is_pdl
-    )
 
 
 def _takes_norm(row_bytes: int) -> bool:
