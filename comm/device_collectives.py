@@ -35,7 +35,9 @@ ONE_SHOT_THREADS, TWO_SHOT_THREADS = 512, 512
 # Where ranks share a GPU, the kernels of all of them and those launched early behind them take no more of it than this, so that
 # each has a place however many registers it uses.
 SHARED_THREADS_PER_SM = 512
-MIN_SHARED_THREADS = 128  # a CTA counts as so many at least: its other resources are not free either
+# A CTA counts as a whole SM's: there are then SMs on which none of the others' waits. A product that fills an SM's memory finds
+# no place beside the smallest of them, and a rank that still has to multiply would be waited for by those that keep it from it.
+MIN_SHARED_THREADS = SHARED_THREADS_PER_SM
 EPOCH_BANKS, EPOCH_WORDS = 6, 256  # counters of each kind of call, one a CTA
 
 

@@ -22,6 +22,7 @@ UNIT_BYTES, PACKET_BYTES = 8, 16
 ROWS, ROW_CTAS = 64, 128  # rows a call, most CTAs a row
 ARGMAX_THREADS = 256
 ARGMAX_CTAS = 512  # a call; 132 SMs hold 792 of 256 threads and 40 registers at once
+SHARED_ARGMAX_CTAS = 128  # of all ranks of a GPU that share it: fewer than it has SMs (`comm/device_collectives.py`)
 GATHER_CTAS, GATHER_THREADS, GATHER_PACKETS = 64, 512, 2048  # packets of one CTA and source
 EVERY_RANK = 0xFFFFFFFF
 
@@ -75,7 +76,7 @@ def row_chunks(num_rows: int, share: int) -> Iterator[slice]:
 def ctas_a_row(num_rows: int, local_vocab: int, cta_elems: int, share: int) -> int:
     """CTAs that scan a row when `num_rows` go in one call and a CTA takes `cta_elems` elements a round. The same on all ranks:
     it follows from the padded width."""
-    most = max(1, ARGMAX_CTAS // share // num_rows)
+    most = max(1, (ARGMAX_CTAS if share == 1 else SHARED_ARGMAX_CTAS) // share // num_rows)
     return max(1, min(ROW_CTAS, most, -(-local_vocab // cta_elems)))
 
 

@@ -160,7 +160,7 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.T
     if params.top_p < 1.0:
         before = probabilities.cumsum(0) - probabilities
         is_kept = before < params.top_p * probabilities.sum()
-        is_kept[0] = True
+        is_kept[:1].fill_(True)  # as an assignment it would be waited for
         probabilities = torch.where(is_kept, probabilities, 0.0)
     if params.min_p > 0.0:
         probabilities = torch.where(probabilities >= params.min_p * probabilities[0], probabilities, 0.0)

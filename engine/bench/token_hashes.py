@@ -30,23 +30,26 @@ class TokenHashes:
         backend = replica.burst_backend
         self._replica, self._backend = replica, backend
         self._state: RowState = backend.state
-        self.max_rows, self.description = backend.max_rows, backend.description
+        self.max_rows, self.description, self.speculable = backend.max_rows, backend.description, backend.speculable
         self.hashes = array("Q")
         self._burst: Burst | None = None
         self._num_hashed = 0  # steps of the burst
         replica.burst_backend = self
 
-    def begin(self, sequences: list[Sequence]) -> Burst:
+    def begin(self, sequences: list[Sequence], num_drafts: int = 0) -> Burst:
         self.finish()
-        self._burst, self._num_hashed = self._backend.begin(sequences), 0
+        self._burst, self._num_hashed = self._backend.begin(sequences, num_drafts), 0
         return self._burst
 
     def launch(self, burst: Burst, num_steps: int) -> None:
         self._hash_up_to(burst.num_launched - NUM_STEPS_BEHIND)
         self._backend.launch(burst, num_steps)
 
-    def read(self, burst: Burst) -> list[int]:
+    def read(self, burst: Burst) -> list[list[int]]:
         return self._backend.read(burst)
+
+    def end(self, burst: Burst) -> None:
+        self._backend.end(burst)
 
     def finish(self) -> None:
         """Hash what has been launched; waits for it."""
@@ -77,7 +80,7 @@ class TokenHashes:
         burst = self._burst
         while self._num_hashed < num_steps:
             step = burst.first_step + self._num_hashed
-            ids = self._state.ring.read(step, len(burst.sequences), self._state.check)
+            ids = self._state.ring.read(step, len(burst.sequences) * burst.width, self._state.check)
             last = self.hashes[-1] if self.hashes else 0
             self.hashes.append(zlib.crc32(array("q", [self._replica.digest, *ids]).tobytes(), last))
             self._num_hashed += 1

@@ -12,7 +12,8 @@ PRIOR_TRIALS, PRIOR_HITS = 4.0, 3.0
 # The same of rows in bursts, all together: what one row shows serves the next.
 BURST_PRIOR_TRIALS, BURST_PRIOR_HITS = 1.0, 0.75
 BURST_HISTORY = 32  # proposals, of all rows, that are remembered
-RETRY_TOKENS = 64  # chosen without guesses before they are tried again
+RETRY_TOKENS = 128  # chosen without guesses before they are tried again
+KEPT_ON_RETRY = 2  # proposals that are remembered then, so that it begins with few guesses
 CHANGE_GAIN = 1.03  # another number of guesses ends a burst, which the device notices
 
 Proposals = Iterable[tuple[int, int]]  # (drafts verified, how many of them held), the same as `DraftRow.history`
@@ -20,8 +21,8 @@ Proposals = Iterable[tuple[int, int]]  # (drafts verified, how many of them held
 
 @dataclass
 class HeldInBursts:
-    """How guesses have held lately in bursts, over all rows. Where none were made for long, what came before is forgotten, and
-    they are tried again."""
+    """How guesses have held lately in bursts, over all rows. Where none were made for long, most of what came before is
+    forgotten, so that they are tried again."""
 
     history: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=BURST_HISTORY))
     num_without: int = 0
@@ -33,8 +34,9 @@ class HeldInBursts:
             self.num_without = 0
             return
         self.num_without += 1
-        if self.num_without == RETRY_TOKENS:
-            self.history.clear()
+        if self.num_without % RETRY_TOKENS == 0:
+            while len(self.history) > KEPT_ON_RETRY:
+                self.history.popleft()
 
     @property
     def rate(self) -> float:
@@ -58,11 +60,12 @@ class FixedDepth:
 class AdaptiveDepth:
     """1 to `most` guesses: the number that gives most tokens for the time of a step.
 
-    `cost`: of guessing one more token and verifying it, as a share of a step without guesses.
+    `cost`: of guessing one more token and verifying it, as a share of a step without guesses. `start_cost`: of verifying at all.
     """
 
     most: int
     cost: float
+    start_cost: float = 0.0
 
     def choose(self, history: Proposals) -> int:
         p = hit_rate(history)
@@ -76,7 +79,8 @@ class AdaptiveDepth:
 
     def _gain(self, p: float, num_drafts: int) -> float:
         """Tokens for the time of a step without guesses."""
-        return expected_tokens(p, num_drafts) / (1.0 + self.cost * num_drafts)
+        start = self.start_cost if num_drafts else 0.0
+        return expected_tokens(p, num_drafts) / (1.0 + start + self.cost * num_drafts)
 
 
 Depth = FixedDepth | AdaptiveDepth

@@ -23,9 +23,12 @@ from launch.errors import ModelError, UsageError
 # The draft's KV cache beside the target's, unless its size is given. A token of a draft a tenth of the target's size takes about
 # a tenth of the bytes, so this is room for more rows than the target has.
 DRAFT_KV_SHARE = 0.25
-# Of one more token in a target's step, as a share of the step. Guesses: a GPU's step of five rows is to take 1.1 times one row's,
-# a CPU multiplies for each row.
-VERIFY_COST = {"cuda": 0.025, "cpu": 0.15}
+# Of one more token in a target's step, as a share of the step, and of having any. On a GPU as measured (`results/
+# speculate.jsonl`, for products of three to eight rows and one kernel more a layer), where a small draft's step also takes this times what its bytes
+# say. A CPU multiplies for each row; its number is a guess.
+VERIFY_COST = {"cuda": 0.005, "cpu": 0.15}
+START_COST = {"cuda": 0.12, "cpu": 0.0}
+DRAFT_COST = 3.0
 
 
 def check_same_tokens(blueprint: Blueprint, text: Text | ByteText) -> None:
@@ -71,8 +74,8 @@ def _depth(blueprint: Blueprint) -> Depth:
     cost = VERIFY_COST[blueprint.device.type]
     if draft is not None:  # a step of few rows takes as long as its weights take to read
         target_bytes = shard_bytes(blueprint.config, blueprint.plan, blueprint.dtype, blueprint.is_fp8)
-        cost += shard_bytes(draft.config, draft.plan, draft.dtype) / target_bytes
-    return AdaptiveDepth(MAX_ADAPTIVE_DRAFTS, cost)
+        cost += DRAFT_COST * shard_bytes(draft.config, draft.plan, draft.dtype) / target_bytes
+    return AdaptiveDepth(MAX_ADAPTIVE_DRAFTS, cost, START_COST[blueprint.device.type])
 
 
 def _build_model(blueprint: Blueprint, draft: Blueprint, num_ids: int) -> ModelDrafter:

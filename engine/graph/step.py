@@ -213,6 +213,7 @@ class GraphStep(_StateBackend):
         # A capture frees and takes memory. Where ranks share a GPU that waits for the peers' kernels, and these may wait for this
         # rank: so nobody runs any while somebody captures.
         self._operators.comm.barrier()
+        self.state.rows(kind.num_rows, kind.is_filtered)  # what only filtered steps need is not to be made by a graph
         self._graphs[kind] = self._captured(kind)
         if self._profiler.is_active:
             self._profiled[kind] = self._captured_with_marks(kind)

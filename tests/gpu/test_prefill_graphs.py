@@ -76,12 +76,13 @@ def scaled_twin(x, weight, bias=None):
 
 @pytest.mark.parametrize(
     "settings, most",
-    (({"dtype": "bfloat16"}, 0.05), ({"dtype": "fp8", "fp8_products": "widened"}, 0.05), ({"dtype": "fp8"}, 0.1)),
+    (({"dtype": "bfloat16"}, 0.05), ({"dtype": "fp8", "fp8_products": "widened"}, 0.05), ({"dtype": "fp8"}, 0.2)),
     ids=("bf16", "widened", "scaled"),
 )
 def test_logits_of_other_dtypes(folders, monkeypatch, settings, most):
     """Of the first token: near the eager step's. Quantised activations move them far more than rounding does (by 0.3 for this
-    model, whose weights are noise), so there the eager step quantises as well, in torch."""
+    model, whose weights are noise), so there the eager step quantises as well, in torch; what is rounded otherwise before may
+    then be quantised otherwise."""
     import engine.eager
     from engine.replica import build_batch
     from engine.scheduler import ScheduledRow

@@ -23,6 +23,8 @@ RULES = {
 def build():
     from kernels.build import Build, default_cache_folder
 
+    torch.cuda.set_device(0)
+    torch.zeros(1, device="cuda")
     return Build(default_cache_folder())
 
 
