@@ -139,7 +139,8 @@ def option(*names: str, **settings: object):
 @option("--num-drafts", type=click.IntRange(1, MAX_NUM_DRAFTS), metavar="K",
         show_default=f"up to {MAX_ADAPTIVE_DRAFTS}, by how a row's guesses hold",
         help=f"Guessed tokens a row and step, 1 to {MAX_NUM_DRAFTS}.")
-@option("--draft-kv-memory", type=ByteSize(), show_default="a quarter of the target's", help="KV cache of the draft model.")
+@option("--draft-kv-memory", type=ByteSize(), show_default="a quarter of the target's",
+        help="KV cache of the draft model on a CPU or with --eager; in graphs it has the target's pages.")
 # Output
 @option("--output", "output_path", metavar="FILE", show_default="standard output", help="JSONL rows, one as each finishes.")
 @option("--openai", "is_openai", is_flag=True, help="Write rows in the OpenAI batch response shape.")

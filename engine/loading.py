@@ -195,6 +195,8 @@ def build_replica(
     settings, config, plan = blueprint.settings, blueprint.config, blueprint.plan
     weights = load_blueprint_weights(blueprint, progress)
     draft = blueprint.draft if speculates_on_device(settings, blueprint.device, comm) else None
+    if draft is not None and settings.draft_kv_memory_bytes is not None:
+        raise UsageError("--draft-kv-memory is not for graphs, where the draft model has the target's pages; give --kv-memory")
     draft_weights = None if draft is None else load_blueprint_weights(draft)
     draft_page = 0 if draft is None else page_bytes(draft.config, draft.plan, draft.dtype, settings.page_size)
     num_pages = choose_num_pages(

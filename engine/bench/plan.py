@@ -55,6 +55,7 @@ def plan_for(num_gpus: int) -> list[Bench]:
             Bench("bench-signal", 60),
             Bench("bench-soak", 60, (tp, "MPS=")),
             Bench("bench-drift", 60, (tp,)),
+            Bench("bench-speculate", 180, (tp,)),
         ]
     return benches
 

@@ -23,9 +23,9 @@ from launch.errors import ModelError, UsageError
 # The draft's KV cache beside the target's, unless its size is given. A token of a draft a tenth of the target's size takes about
 # a tenth of the bytes, so this is room for more rows than the target has.
 DRAFT_KV_SHARE = 0.25
-# Of one more token in a target's step, as a share of the step, and of having any. On a GPU as measured (`results/speculate.jsonl`:
-# products of three to eight rows, one kernel more a layer); a small draft's step takes longer than its bytes say by the last factor.
-# A CPU multiplies for each row; its number is a guess.
+# Of one more token in a target's step, as a share of the step, and of having any. On a GPU as measured with 72B at five and six
+# rows (`results/speculate.jsonl`): other products, one kernel more a layer. A small draft's step takes longer than its bytes say,
+# by the last factor. A CPU multiplies for each row; its number is a guess.
 VERIFY_COST = {"cuda": 0.005, "cpu": 0.15}
 START_COST = {"cuda": 0.12, "cpu": 0.0}
 DRAFT_COST = 3.0

@@ -162,13 +162,19 @@ class TorchOperators:
             q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
         q, k = rotate(q, shared.cos, shared.signed_sin), rotate(k, shared.cos, shared.signed_sin)
         keys, values = self.kv.keys[layer_idx], self.kv.values[layer_idx]
-        is_padding = shared.is_padding[:, None, None]
-        kv_write(keys, values, shared.slots, torch.where(is_padding, k[:1], k), torch.where(is_padding, v[:1], v))
+        k, v = (self._without_padding(new, cache, shared) for new, cache in ((k, keys), (v, values)))
+        kv_write(keys, values, shared.slots, k, v)
         mask = shared.masks[self.config.windows[layer_idx]]
         k, v = self._read(keys, shared.page_table, mask), self._read(values, shared.page_table, mask)
         # One query a row: the heads of a group stand in for query positions, so keys are never repeated.
         q = q.reshape(q.shape[0], num_kv, num_q // num_kv, head_dim)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None]).reshape(q.shape[0], -1)
+
+    def _without_padding(self, new: torch.Tensor, cache: torch.Tensor, shared: TorchShared) -> torch.Tensor:
+        """`new` with what padding rows write: as the first row does, or what is there already if that is padding too."""
+        is_padding = shared.is_padding[:, None, None]
+        first = torch.where(is_padding[:1], cache.index_select(0, shared.slots[:1]), new[:1])
+        return torch.where(is_padding, first, new)
 
     def _read(self, cache: torch.Tensor, page_table: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """`[rows, local_kv_heads, max_context, head_dim]`. Slots that are not seen may never have been written: zeros for them,

@@ -10,11 +10,13 @@ import torch
 
 from comm.single import SingleCommunicator
 from comm.threads import ThreadCommunicator, ThreadGroup
+from engine.graph.drafters import NgramDrafts
 from engine.graph.loading import obstacle_to_graphs, speculates_on_device
 from engine.graph.row_state import MAX_STEPS_AHEAD, PADDING, RowState
 from engine.graph.staging import Staging
-from engine.graph.step import BUCKETS, buckets_for
+from engine.graph.step import BUCKETS, StepKind, buckets_for
 from engine.graph.token_ring import NO_TOKEN, TokenRing
+from engine.loading import build_replica, draw_blueprint
 from engine.pages import PagePool
 from engine.sampler import stream_start
 from engine.scheduler import Limits, Scheduler
@@ -22,6 +24,9 @@ from engine.sequence import Sequence
 from engine.settings import EngineSettings
 from kernels.advance_rows import advance_rows
 from launch.errors import DoorbellError, PeerLost
+from launch.world import World
+from tests.cpu.engine_harness import twin_bursts
+from tests.cpu.tiny import make_model, save_model
 
 CPU = torch.device("cpu")
 KEY = bytes(range(16))
@@ -146,3 +151,19 @@ def test_who_guesses_on_the_device(monkeypatch):
         assert speculates_on_device(settings, cuda, comm) and not speculates_on_device(settings, CPU, comm)
         assert not speculates_on_device(replace(settings, is_eager=True), cuda, comm)
     assert not speculates_on_device(EngineSettings("model"), cuda, comm)
+
+
+def test_a_step_of_nothing_but_padding_writes_nothing(tmp_path):
+    """As when a kind of step is tried out while rows run."""
+    folder = save_model(make_model("qwen2"), tmp_path)
+    blueprint = draw_blueprint(EngineSettings(str(folder), kv_memory_bytes=1 << 20, max_batch=4), World())
+    replica = build_replica(blueprint, World(), SingleCommunicator())
+    backend = twin_bursts(replica, lambda _: NgramDrafts())
+    caches = replica.backend.kv.keys, replica.backend.kv.values
+    for cache in caches:
+        cache.normal_()
+    before = [cache.clone() for cache in caches]
+    with torch.inference_mode():
+        for kind in (StepKind(3), StepKind(3, num_drafts=2)):
+            backend._step(backend.state.scratch(3), kind)
+    assert all(torch.equal(*pair) for pair in zip(before, caches))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 
 from engine.bench.oracle import OracleDrafts
 from engine.drafts.depth import AdaptiveDepth, FixedDepth
@@ -27,14 +26,6 @@ RULES = {
 }
 FOUR = FixedDepth(4)
 PENALTIES = {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
