@@ -69,7 +69,7 @@ demo: model  ## Answer examples/prompts.jsonl on two processes and show the answ
 	@$(BIN)/python -m engine.show $(OUTPUT)
 
 test: model  ## Run every test that needs no GPU
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 lint: $(STAMP)  ## Check the style
