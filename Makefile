@@ -21,6 +21,10 @@ TORCHRUN  = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(TP
 STAMP    := $(VENV)/.doorbell-installed
 COMPILER := $(VENV)/.doorbell-compiler-installed
 PLOTTER  := $(VENV)/.doorbell-plotter-installed
+# The only number of ranks that is tested; empty for all. REDUCED=1 rehearses eight-gpus. PLOTS=: the page of results without plots.
+RANKS    ?=
+REDUCED  ?=
+PLOTS    ?= 1
 # Calls of a soak, and what it is started through: needed where ranks share a GPU.
 CALLS    ?= 1000000
 MPS      ?= sh launch/with_mps.sh
@@ -46,7 +50,7 @@ ARCH     ?= sm_90a
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo test test-gpu test-ranks memcheck lint kernels bench bench-comm bench-signal bench-soak bench-attention \
 	bench-products bench-prefill-products bench-decode bench-prefill bench-stages bench-throughput bench-drift bench-coldstart \
-	bench-speculate bench-cpu results clean
+	bench-speculate bench-cpu results eight-gpus clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -69,7 +73,7 @@ demo: model  ## Answer examples/prompts.jsonl on two processes and show the answ
 	@$(BIN)/python -m engine.show $(OUTPUT)
 
 test: model  ## Run every test that needs no GPU
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 lint: $(STAMP)  ## Check the style
@@ -85,8 +89,8 @@ kernels: $(COMPILER)  ## Compile every CUDA source ahead of time (ARCH=sm_90a); 
 test-gpu:  ## On a machine with a GPU: the kernels against their torch twins
 	$(PYTHON) -m pytest -q tests/gpu
 
-test-ranks:  ## On a machine with GPUs: collectives at 2, 4 and 8 ranks (more ranks than GPUs need MPS)
-	$(PYTHON) -m pytest -q tests/ranks
+test-ranks:  ## On a machine with GPUs: collectives at 2, 4 and 8 ranks (more ranks than GPUs need MPS), or at RANKS= alone
+	$(call one-of,RANKS,2 4 8)$(PYTHON) -m pytest -q tests/ranks $(if $(RANKS),-k "[$(RANKS)] or [$(RANKS)-")
 
 memcheck:  ## On a machine with two GPUs: every collective under compute-sanitizer's memcheck
 	PYTHON=$(PYTHON) sh tests/ranks/memcheck.sh
@@ -168,11 +172,15 @@ $(PLOTTER): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[results]'
 	@touch $@
 
-results: $(PLOTTER)  ## Make results/README.md and its plots from the records in results/
-	$(BIN)/python -m results.render
-
-# A machine with a GPU brings its own torch.
+# A machine with a GPU brings its own Python, with torch and perhaps with matplotlib.
 HAS_GPU := $(wildcard /dev/nvidia0)
+results: $(if $(HAS_GPU),,$(PLOTTER))  ## Make results/README.md and its plots from the records in results/; PLOTS= for the page alone
+	$(if $(HAS_GPU),$(PYTHON),$(BIN)/python) -m results.render $(if $(PLOTS),,--no-plots)
+
+eight-gpus:  ## On a machine with 4 or 8 GPUs: tests and benches of as many ranks, in ten minutes; REDUCED=1 to rehearse on fewer
+	$(call one-of,REDUCED,1)$(call unused,MODEL TP DTYPE BATCH PROMPT OUTPUT REQUESTS SHARD_OF EAGER REPEATS GRAPH_TOKENS CALLS MPS RANKS PLOTS)\
+	  PYTHON=$(PYTHON) sh launch/eight_gpus.sh $(if $(REDUCED),--reduced)
+
 bench: $(if $(HAS_GPU),,$(STAMP))  ## Every bench that this machine can run, with the plan first
 	$(call unused,DRAFT TRIALS MODEL TP DTYPE BATCH PROMPT OUTPUT REQUESTS SHARD_OF EAGER REPEATS LOAD_FORMAT GRAPH_TOKENS CALLS MPS)\
 	  $(if $(HAS_GPU),$(PYTHON),$(BIN)/python) -m engine.bench.plan

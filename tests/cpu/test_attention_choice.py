@@ -191,7 +191,8 @@ def test_each_step_goes_to_its_attention(rows, norms, window, is_library):
     chosen = ChosenAttention(own, library, frozenset((2,)))
     operands = (*"abcde", torch.zeros(rows, 1))
     assert chosen.launch(*operands, norms=norms, window=window, is_early=False) is operands[5]
-    assert (own.calls, library.calls) == (([], [operands]) if is_library else ([(*operands, None, norms, window, False, False)], []))
+    plain = (*operands, None, norms, window, False, False)
+    assert (own.calls, library.calls) == (([], [operands]) if is_library else ([plain], []))
     assert chosen.max_rows == 8 and chosen.description == "attention of 2 rows by FlashInfer"
 
 

@@ -142,10 +142,8 @@ def test_no_peer_where_the_work_is_another(changes, comm):
 
 def test_the_command():
     run = CliRunner().invoke
-    threads = torch.get_num_threads()
     options = {"model": "tiny", "device": "cpu", "dtype": "fp32", "prompt": 4, "output": 3, "repeats": 1}
     done = run(main, [f"--{name}={value}" for name, value in options.items()])
-    torch.set_num_threads(threads)
     assert done.exit_code == 0 and "ms a step of 1 rows" in done.output
     refused = run(main, ["--device", "cpu", "--record", "x.jsonl"])
     assert refused.exit_code == 2 and "keeps numbers of GPUs" in refused.output

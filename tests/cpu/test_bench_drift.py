@@ -26,12 +26,8 @@ CASE = Case("tiny", 1, 1, "fp32", 8, 12, 48)
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
+def tiny_shape(monkeypatch):
     monkeypatch.setitem(SHAPES, "tiny", (1, 32, 40, 4, 2, 130, False))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_all_parts_have_the_same_lengths_and_other_tokens():

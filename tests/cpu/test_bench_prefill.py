@@ -128,9 +128,7 @@ def test_waits_are_counted_by_torchs_own_warnings(monkeypatch):
 
 def test_the_command():
     run = CliRunner().invoke
-    threads = torch.get_num_threads()
     done = run(main, ["--model=tiny", "--device=cpu", "--dtype=fp32", "--batch=2", "--prompt=4", "--repeats=1"])
-    torch.set_num_threads(threads)
     assert done.exit_code == 0 and "ms to the first token of 2 rows" in done.output
     refused = run(main, ["--device", "cpu", "--record", "x.jsonl"])
     assert refused.exit_code == 2 and "keeps numbers of GPUs" in refused.output

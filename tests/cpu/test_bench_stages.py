@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from engine.bench.load import Case, open_engine
@@ -94,10 +93,8 @@ def test_the_floor_is_that_of_the_other_benches():
 
 def test_the_command():
     run = CliRunner().invoke
-    threads = torch.get_num_threads()
     options = {"model": "tiny", "device": "cpu", "dtype": "fp32", "prompt": 4, "output": 5, "repeats": 1}
     done = run(main, [f"--{name}={value}" for name, value in options.items()])
-    torch.set_num_threads(threads)
     assert done.exit_code == 0, done.output
     assert "decode, one step at a time: mean of" in done.output and "prefill: mean of 2 profiled steps of 4" in done.output
     refused = run(main, ["--device", "cpu", "--record", "x.jsonl"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from engine.bench.load import VLLM, Case, open_engine
@@ -124,10 +123,8 @@ def test_record():
 
 def test_the_command():
     run = CliRunner().invoke
-    threads = torch.get_num_threads()
     options = {"model": "tiny", "device": "cpu", "dtype": "fp32", "prompt": 4, "output": 3, "requests": 9, "batch": 4}
     done = run(main, [f"--{name}={value}" for name, value in options.items()])
-    torch.set_num_threads(threads)
     assert done.exit_code == 0 and "output tok/s of 9 requests" in done.output
     refused = run(main, ["--device", "cpu", "--record", "x.jsonl"])
     assert refused.exit_code == 2 and "keeps numbers of GPUs" in refused.output

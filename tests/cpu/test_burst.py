@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from engine.drafts.depth import FixedDepth
 from engine.drafts.ngram import NgramDrafter
@@ -17,15 +16,6 @@ from tests.cpu.engine_harness import answer, request, twin_bursts
 from tests.cpu.tiny import make_model, save_model
 
 VOCAB = 131
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Steps this small take a tenth of the time when no threads have to meet."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from engine.sequence import Sequence
 from engine.token_rules import TokenRules
 from kernels.filter_logits import FREE_FROM, SEEN_SLOT, TOP_K
 from tests.cpu.engine_harness import CPU, answer, request, twin_bursts
-from tests.cpu.test_burst import VOCAB, compare, model, one_thread, prompts  # noqa: F401
+from tests.cpu.test_burst import VOCAB, compare, model, prompts  # noqa: F401
 
 QWEN = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
 SINGLE = (

@@ -14,15 +14,6 @@ from tests.near_ties import AMPLIFICATION, MOST_TIES, Reference, Tally
 from tests.token_cases import BATCHES, MAX_MODEL_LEN, PAGE_LENGTHS, Rows, page_cases, save_mild_model, split_borders, split_cases
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Steps this small take less time when no threads have to meet."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_mild_model(tmp_path_factory.mktemp("mild"))

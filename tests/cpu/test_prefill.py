@@ -29,15 +29,6 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Steps this small take a tenth of the time when no threads have to meet."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     made = {}

@@ -7,7 +7,6 @@ import random
 import time
 
 import pytest
-import torch
 
 import engine.eager
 import engine.graph.operators
@@ -29,14 +28,6 @@ LAYER = {
     BURST: ["qkv", "attention", "o_proj", "all_reduce", "mlp", "all_reduce"],
     DECODE: ["rest", "qkv", "attention", "o_proj", "all_reduce", "rest", "mlp", "all_reduce"],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
