@@ -18,6 +18,7 @@ import torch
 from comm.device_params import LamportParams, NormParams, OneShotParams, Pointers, SentinelParams, TwoShotParams
 from comm.device_vocabulary import vocabulary_regions
 from comm.device_watch import DeviceWatch
+from comm.draft_channels import draft_regions
 from comm.heap import DeviceHeap, Layout, Region
 from kernels.elements import ELEMS
 
@@ -55,7 +56,7 @@ class Capacity:
 
 
 def layout_for(size: int, capacity: Capacity = Capacity()) -> Layout:
-    """The heap that `DeviceCollectives` and `DeviceVocabulary` of `size` ranks need."""
+    """The heap that `DeviceCollectives`, `DeviceVocabulary` and the channels of drafts of `size` ranks need."""
     return Layout.of(
         [
             Region("lamport_inbox", 2 * size * LAMPORT_CTAS * CTA_PACKETS * PACKET_BYTES),
@@ -68,6 +69,7 @@ def layout_for(size: int, capacity: Capacity = Capacity()) -> Layout:
             Region("epochs", EPOCH_BANKS * EPOCH_WORDS * 4),
         ],
         vocabulary_regions(size),
+        draft_regions(size),
     )
 
 

@@ -13,11 +13,15 @@ import torch
 from comm.choice_table import NCCL, describe, pick
 from comm.controlled import ControlledCommunicator
 from comm.device_collectives import ELEMS, DeviceCollectives
+from comm.device_kernels import load_signal
+from comm.device_signal import DeviceSignalChannel
 from comm.device_vocabulary import DeviceVocabulary
 from comm.device_watch import DeviceWatch
+from comm.draft_channels import open_draft_channels
 from comm.gloo import GlooCommunicator
 from comm.heap import DeviceHeap
 from comm.nccl_group import NcclGroup
+from kernels.build import Build
 from launch.errors import ConnectError, DoorbellError, PeerLost
 
 
@@ -88,6 +92,10 @@ class DeviceCommunicator(ControlledCommunicator):
         else:
             self._heap.abandon()
         super().close()
+
+    def draft_channels(self, build: Build) -> list[DeviceSignalChannel]:
+        """As `open_draft_channels`. *Raises* `DoorbellError` when the kernels cannot be compiled."""
+        return open_draft_channels(self._heap, self._device_watch, load_signal(build), is_pdl=self.is_one_rank_per_gpu)
 
     def _connected_nccl(self) -> NcclGroup | None:
         """*Collective* the first time. None for good when NCCL does not connect, which rank 0 says once."""

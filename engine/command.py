@@ -57,6 +57,7 @@ class CommandOptions:
     draft_model: str | None
     num_drafts: int | None
     draft_kv_memory: int | None
+    draft_placement: str
     output_path: str | None
     is_openai: bool
     with_token_ids: bool
@@ -93,6 +94,7 @@ class CommandOptions:
             draft_model=self.draft_model,
             num_drafts=self.num_drafts,
             draft_kv_memory_bytes=self.draft_kv_memory,
+            draft_placement=self.draft_placement,
             is_eager=not self.graphs,
             is_profiled=self.profile_path is not None,
         )

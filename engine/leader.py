@@ -160,6 +160,8 @@ class Leader:
         """Take the tokens of one step of a burst, by row, as if they had been chosen here. Returns how many were for rows still
         open."""
         self._steps_read += 1
+        if self.speculation is not None and num_drafts == 0:
+            self.speculation.note_plain_step()
         num_taken = 0
         for sequence, token_ids in zip(sequences, chosen):
             current = self.samples.get(sequence.seq_id)

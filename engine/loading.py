@@ -11,6 +11,7 @@ import torch
 
 from comm.choice import connect
 from comm.communicator import Communicator
+from comm.device_communicator import DeviceCommunicator
 from comm.loopback import LoopbackCommunicator
 from comm.single import SingleCommunicator
 from engine.checkpoint import Checkpoint
@@ -26,7 +27,7 @@ from engine.profile.profiler import Profiler
 from engine.profile.step_profiler import NO_PROFILER
 from engine.replica import Replica
 from engine.scheduler import Limits, Scheduler
-from engine.settings import MAX_NUM_DRAFTS, EngineSettings
+from engine.settings import DRAFT_PLACEMENTS, MAX_NUM_DRAFTS, EngineSettings
 from engine.shapes import named_config
 from engine.shard_plan import ShardPlan
 from engine.weights import ModelWeights, dummy_weights, load_weights
@@ -93,6 +94,10 @@ def check_speculation(settings: EngineSettings) -> None:
         raise UsageError("--num-drafts goes with --ngram or --draft-model")
     if settings.num_drafts is not None and not 1 <= settings.num_drafts <= MAX_NUM_DRAFTS:
         raise UsageError(f"--num-drafts must be 1 to {MAX_NUM_DRAFTS}, not {settings.num_drafts}")
+    if settings.draft_placement not in DRAFT_PLACEMENTS:
+        raise UsageError(f"--draft-placement must be {' or '.join(DRAFT_PLACEMENTS)}, not {settings.draft_placement!r}")
+    if settings.draft_placement != DRAFT_PLACEMENTS[0] and settings.draft_model is None:
+        raise UsageError("--draft-placement goes with --draft-model")
     if settings.draft_kv_memory_bytes is not None and settings.draft_model is None:
         raise UsageError("--draft-kv-memory goes with --draft-model")
 
@@ -131,7 +136,7 @@ def _draw_draft(settings: EngineSettings, device: torch.device, max_model_len: i
         return None
     own = replace(
         settings, model=settings.draft_model, max_model_len=None, draft_model=None, num_drafts=None, draft_kv_memory_bytes=None,
-        shard_of=None,
+        shard_of=None, draft_placement=DRAFT_PLACEMENTS[0],
     )  # fmt: skip
     try:
         draft = draw_blueprint(own, World(device=device))
@@ -197,16 +202,18 @@ def build_replica(
     draft = blueprint.draft if speculates_on_device(settings, blueprint.device, comm) else None
     if draft is not None and settings.draft_kv_memory_bytes is not None:
         raise UsageError("--draft-kv-memory is not for graphs, where the draft model has the target's pages; give --kv-memory")
-    draft_weights = None if draft is None else load_blueprint_weights(draft)
-    draft_page = 0 if draft is None else page_bytes(draft.config, draft.plan, draft.dtype, settings.page_size)
+    is_handed = draft is not None and settings.draft_placement == "first" and isinstance(comm, DeviceCommunicator)
+    has_draft = draft is not None and not (is_handed and comm.rank)
+    draft_weights = load_blueprint_weights(draft) if has_draft else None
+    draft_page = page_bytes(draft.config, draft.plan, draft.dtype, settings.page_size) if has_draft else 0
     num_pages = choose_num_pages(
         settings, config, plan, blueprint.dtype, blueprint.device, blueprint.max_model_len, world.local_size, comm, draft_page
     )
     kv = _allocate_cache(blueprint, num_pages)
-    draft_model = None
-    if draft is not None:
+    draft_step = None
+    if has_draft:
         draft_step = EagerStep(draft.config, draft.plan, draft_weights, SingleCommunicator(), _allocate_cache(draft, num_pages))
-        draft_model = DraftModel(draft_step, settings.draft_model)
+    draft_model = None if draft is None else DraftModel(draft_step, settings.draft_model, is_handed)
     phases.end("weights")
     is_cpu = blueprint.device.type == "cpu"
     pool = PagePool(num_pages, settings.page_size, settings.is_prefix_reuse, is_contiguous=is_cpu)

@@ -11,6 +11,8 @@ MAX_ADAPTIVE_DRAFTS = 8  # of a row and step, where it is not said how many
 # border is to be measured (`--graph-tokens` of the prefill bench).
 DEFAULT_GRAPH_TOKENS = 512
 MAX_NUM_DRAFTS = 16
+# Of a draft model in graphs: whole on all ranks, or on the first, which hands its drafts to the others.
+DRAFT_PLACEMENTS = ("all", "first")
 DEFAULT_KV_SHARE_CPU = 0.25  # of the memory that is free at start, over all ranks of the machine
 DEFAULT_KV_SHARE_GPU = 0.90  # of the GPU's memory, weights included
 
@@ -26,8 +28,9 @@ class EngineSettings:
     each takes its part of the memory; for tests, under MPS.
     `shard_of`: compute what rank 0 of so many ranks would, alone; the output means nothing.
     `None` in `max_model_len` means the model's own limit. `is_ngram` or `draft_model` (a folder or shape, like `model`) switch
-    speculation on, with `num_drafts` guessed tokens a row and step (None: as many as pay); `draft_kv_memory_bytes`: KV cache of
-    the draft model, on rank 0. `is_eager`: plain torch steps on a GPU, no graphs and no bursts; a CPU has none anyway.
+    speculation on, with `num_drafts` guessed tokens a row and step (None: as many as pay); `draft_placement`: of a draft
+    model in graphs, one of `DRAFT_PLACEMENTS`; `draft_kv_memory_bytes`: its KV cache without graphs, on rank 0.
+    `is_eager`: plain torch steps on a GPU, no graphs and no bursts; a CPU has none anyway.
     `is_profiled`: steps are timed stage by stage (`engine.profile`). `graph_tokens`: the longest prompt that is prefilled by
     a graph, where there are any; 0 for none. `fp8_products`: how more than a few rows are multiplied by FP8 matrices on a
     GPU: `scaled`, by FP8 activations, or `widened`, by the matrix written out in bf16 (`kernels/fp8_linear.py`).
@@ -54,6 +57,7 @@ class EngineSettings:
     draft_model: str | None = None
     num_drafts: int | None = None
     draft_kv_memory_bytes: int | None = None
+    draft_placement: str = "all"
     is_eager: bool = False
     is_profiled: bool = False
     graph_tokens: int = DEFAULT_GRAPH_TOKENS

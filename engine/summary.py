@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from comm.communicator import Communicator
 from engine.frontend import Frontend
+from engine.graph.step import BurstBackend
 from engine.loading import Blueprint
 from engine.prepare import fill_defaults
 from engine.replica import Replica
@@ -38,7 +39,7 @@ def summary_lines(
         "stops": ", ".join(frontend.stop_names()) or "none",
         "sampling": f"{describe_sampling(defaults)} (from {frontend.defaults.source}; seed {seed})",
         **describe_comm(comm),
-        "speculation": describe_speculation(blueprint.settings),
+        "speculation": describe_speculation(blueprint.settings, replica.burst_backend),
     }
     lines = [f"  {name:<16}{value}" for name, value in facts.items()]
     warnings = blueprint.checkpoint.warnings if blueprint.checkpoint is not None else []
@@ -62,13 +63,18 @@ def describe_comm(comm: Communicator) -> dict[str, str]:
     return {"all-reduce": f"{comm.name} ({comm.reason})"} | ({"": f"all-reduce: {comm.detail}"} if comm.detail else {})
 
 
-def describe_speculation(settings: EngineSettings) -> str:
+def describe_speculation(settings: EngineSettings, backend: BurstBackend | None = None) -> str:
+    """`backend`: what runs bursts, if anything does."""
     source = "n-grams of the row" if settings.is_ngram else settings.draft_model
     if not source:
         return "off"
-    if settings.num_drafts is None:
-        return f"up to {MAX_ADAPTIVE_DRAFTS} drafts a row and step, as many as pay, from {source}"
-    return f"up to {settings.num_drafts} drafts a row and step from {source}"
+    most, how_many = settings.num_drafts, ""
+    if most is None:
+        most, how_many = MAX_ADAPTIVE_DRAFTS, ", as many as pay,"
+    if backend is None or backend.speculable is None:
+        return f"up to {most} drafts a row and step{how_many} from {source}"
+    rows = backend.speculable.max_rows
+    return f"up to {most} drafts a row and step{how_many} from {backend.drafter.description}, in bursts of up to {rows} rows"
 
 
 def describe_rope(rope: RopeConfig) -> str:

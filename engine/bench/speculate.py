@@ -36,6 +36,7 @@ from engine.bench.roof import DATASHEET_TB_S, Reads, weight_bytes
 from engine.drafts.depth import Depth, FixedDepth, expected_tokens
 from engine.drafts.speculation import DraftStats
 from engine.graph.speculative_step import DeviceDrafter
+from engine.settings import DRAFT_PLACEMENTS
 from launch.environment import Environment
 
 DEFAULT_TRIALS = ("0.8:5", "0.6:4", "0:4", "0:adaptive")
@@ -122,8 +123,8 @@ class Bench:
 
 
 def make_record(
-    case: Case, draft: str, trial: Trial, timing: Timing, plain_ms: float, verify_ms: float | None, reads: Reads,
-    draft_bytes: int, backend: str, comm: str,
+    case: Case, draft: str, placement: str, trial: Trial, timing: Timing, plain_ms: float, verify_ms: float | None,
+    reads: Reads, draft_bytes: int, backend: str, comm: str,
 ) -> Record:  # fmt: skip
     stats = timing.stats
     metrics = {
@@ -144,7 +145,10 @@ def make_record(
     if trial.num_drafts is not None:
         floor_s = (reads.total + trial.num_drafts * draft_bytes) / (DATASHEET_TB_S * 1e12)
         ceiling["tpot_ms"] = 1e3 * floor_s / expected_tokens(trial.rate, trial.num_drafts)
-    own = {"draft": draft, "rate": trial.rate, "num_drafts": trial.num_drafts or "adaptive", "acceptance": "set"}
+    own = {
+        "draft": draft, "placement": placement, "rate": trial.rate, "num_drafts": trial.num_drafts or "adaptive",
+        "acceptance": "set",
+    }  # fmt: skip
     return Record(
         "speculate", {**vars(case), **own, "backend": backend, "comm": comm}, metrics, ceiling, {}, checked=True
     )
@@ -154,7 +158,8 @@ def describe(record: Record) -> list[str]:
     """What a person wants to know of it."""
     case, metrics = record.case, record.metrics
     lines = [
-        f"{describe_case(case)}, draft {case['draft']}, {case['num_drafts']} drafts right at {case['rate']}",
+        f"{describe_case(case)}, draft {case['draft']} (ranks: {case['placement']}), "
+        f"{case['num_drafts']} drafts right at {case['rate']}",
         f"  TPOT      {metrics['tpot_ms']:.3f} ms, {metrics['plain_tpot_ms']:.3f} without: {metrics['speedup']:.2f} x",
         f"  accepted  {100 * metrics['acceptance']:.1f} %, {metrics['mean_accepted']:.2f} a proposal, "
         f"{metrics['tokens_per_step']:.2f} tokens a step and row",
@@ -170,6 +175,7 @@ def describe(record: Record) -> list[str]:
 @click.command()
 @engine_options
 @click.option("--draft", default="qwen2.5-0.5b", show_default=True, help="The draft model's shape.")
+@click.option("--draft-placement", type=click.Choice(DRAFT_PLACEMENTS), default=DRAFT_PLACEMENTS[0], show_default=True)
 @click.option("--trial", "trials", multiple=True, default=DEFAULT_TRIALS, show_default=True, help="RATE:DRAFTS; any number.")
 @click.option("--batch", type=click.IntRange(1, 16), default=1, show_default=True, help="Rows computed at once.")
 @click.option("--prompt", type=click.IntRange(1), default=512, show_default=True, help="Tokens of a prompt.")
@@ -177,7 +183,7 @@ def describe(record: Record) -> list[str]:
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
 def main(
     model: str, dtype: str, shard_of: int | None, eager: bool, device: str, record: Path | None, draft: str,
-    trials: tuple[str, ...], batch: int, prompt: int, output: int, repeats: int,
+    draft_placement: str, trials: tuple[str, ...], batch: int, prompt: int, output: int, repeats: int,
 ) -> None:  # fmt: skip
     """Time decode steps with drafts on all ranks of this world."""
     refuse_cpu_record(record, device)
@@ -187,7 +193,8 @@ def main(
     parsed = [Trial.parse(text) for text in trials]
     environment = Environment.read()
     case = Case.here(model, device, dtype, batch, prompt, output, shard_of)
-    with errors_in_one_line(), open_engine(case, model, device, shard_of, draft_model=draft) as engine:
+    source = {"draft_model": draft, "draft_placement": draft_placement}
+    with errors_in_one_line(), open_engine(case, model, device, shard_of, **source) as engine:
         bench = Bench(engine, case, repeats)
         plain_ms = bench.time_plain()
         counts = sorted({trial.num_drafts for trial in parsed if trial.num_drafts is not None})
@@ -199,7 +206,8 @@ def main(
     reads, draft_bytes = Reads.of(case, blueprint), weight_bytes(case, blueprint.draft)
     for trial, timing in zip(parsed, timings):
         result = make_record(
-            case, draft, trial, timing, plain_ms, verify.get(trial.num_drafts), reads, draft_bytes, backend, comm
+            case, draft, draft_placement, trial, timing, plain_ms, verify.get(trial.num_drafts), reads, draft_bytes, backend,
+            comm,
         )
         click.echo("\n".join(describe(result)))
         if record is not None:

@@ -11,8 +11,8 @@ PRIOR_TRIALS, PRIOR_HITS = 4.0, 3.0
 
 # The same of rows in bursts, all together: what one row shows serves the next.
 BURST_PRIOR_TRIALS, BURST_PRIOR_HITS = 1.0, 0.75
-BURST_HISTORY = 32  # proposals, of all rows, that are remembered
-RETRY_TOKENS = 128  # chosen without guesses before they are tried again
+BURST_HISTORY = 64  # proposals, of all rows, that are remembered
+RETRY_STEPS = 128  # without guesses before they are tried again
 KEPT_ON_RETRY = 2  # proposals that are remembered then, so that it begins with few guesses
 CHANGE_GAIN = 1.03  # another number of guesses ends a burst, which the device notices
 
@@ -29,12 +29,13 @@ class HeldInBursts:
 
     def note(self, num_proposed: int, num_held: int) -> None:
         """A step of a row: guesses that were verified, and how many of them held."""
-        if num_proposed:
-            self.history.append((num_proposed, num_held))
-            self.num_without = 0
-            return
+        self.history.append((num_proposed, num_held))
+        self.num_without = 0
+
+    def note_without(self) -> None:
+        """A step, of all rows, without guesses."""
         self.num_without += 1
-        if self.num_without % RETRY_TOKENS == 0:
+        if self.num_without % RETRY_STEPS == 0:
             while len(self.history) > KEPT_ON_RETRY:
                 self.history.popleft()
 

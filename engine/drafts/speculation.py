@@ -155,8 +155,13 @@ class Speculation:
 
     def record_burst(self, seq_id: int, num_proposed: int, num_held: int, num_chosen: int) -> None:
         """As `record`, of a step of a burst. `num_held`: drafts that the device took; the row may have ended before the last."""
-        self._held.note(num_proposed, num_held)
+        if num_proposed:
+            self._held.note(num_proposed, num_held)
         self.record(seq_id, num_proposed, min(num_held, num_chosen), num_chosen)
+
+    def note_plain_step(self) -> None:
+        """A step of a burst had no drafts."""
+        self._held.note_without()
 
     def choose_for_burst(self, running: int | None = None) -> int:
         """How many drafts all rows of the next burst get, or of the one that has `running`; 0 if none pay."""

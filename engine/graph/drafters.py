@@ -1,8 +1,10 @@
-"""Drafters on the device: a small model with a cache of its own, or the row itself."""
+"""Drafters on the device: a small model with a cache of its own, or the row itself; and drafts that another rank has made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Channels
+from typing import Protocol
 
 import torch
 
@@ -10,7 +12,7 @@ from engine.graph.decode_step import compute_rows
 from engine.graph.operators import Operators
 from engine.graph.prefill import PrefillStep
 from engine.graph.row_state import SpeculativeRows
-from engine.graph.speculative_step import spread
+from engine.graph.speculative_step import DeviceDrafter, spread
 from engine.replica import build_batch
 from engine.scheduler import ScheduledRow
 from engine.sequence import Sequence
@@ -34,6 +36,44 @@ class NgramDrafts:
     def propose(self, rows: SpeculativeRows, num_drafts: int) -> torch.Tensor:
         drafts = torch.empty(len(rows), num_drafts, dtype=torch.int64, device=rows.history.device)
         return self._launch(rows.history, rows.rows.positions, drafts)
+
+
+class DraftChannel(Protocol):
+    """`comm.device_signal.DeviceSignalChannel`, or what stands in for it: asynchronous, capturable."""
+
+    def put(self, payload: torch.Tensor) -> None: ...
+
+    def take(self, out: torch.Tensor) -> None: ...
+
+
+class HandedDrafts:
+    """`DeviceDrafter` of several ranks of which the first has the drafter, `inner` (None on the others), and hands on what it
+    proposes. `channels`: on the first rank one to each of the others, on these the one from it.
+
+    A rank's step goes on when its drafts are there: the hand-off is all that it waits for.
+    """
+
+    def __init__(self, inner: DeviceDrafter | None, channels: Channels[DraftChannel], description: str):
+        self._inner, self._channels = inner, channels
+        self.description = f"{description} on rank 0"
+
+    def catch_up(self, sequences: list[Sequence]) -> None:
+        if self._inner is not None:
+            self._inner.catch_up(sequences)
+
+    def note_end(self, sequences: list[Sequence]) -> None:
+        if self._inner is not None:
+            self._inner.note_end(sequences)
+
+    def propose(self, rows: SpeculativeRows, num_drafts: int) -> torch.Tensor:
+        if self._inner is None:
+            drafts = torch.empty(len(rows), num_drafts, dtype=torch.int64, device=rows.history.device)
+            self._channels[0].take(drafts)
+            return drafts
+        drafts = self._inner.propose(rows, num_drafts)
+        for channel in self._channels:
+            channel.put(drafts)
+        return drafts
 
 
 class ModelDrafts:

@@ -11,7 +11,7 @@ import torch
 from comm.communicator import Communicator
 from engine.eager import EagerStep
 from engine.graph.cuda_operators import open_operators
-from engine.graph.drafters import ModelDrafts, NgramDrafts
+from engine.graph.drafters import HandedDrafts, ModelDrafts, NgramDrafts
 from engine.graph.prefill import GraphPrefill, PrefillStep
 from engine.graph.row_state import RowState, Speculable
 from engine.graph.speculative_step import DeviceDrafter
@@ -51,11 +51,12 @@ def speculates_on_device(settings: EngineSettings, device: torch.device, comm: C
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A draft model on this rank. `step`: with weights, and a cache with a page for each of the target's. `name`: for the start
-    summary."""
+    """A draft model. `step`: with weights, and a cache with a page for each of the target's; None on a rank that is handed its
+    drafts. `name`: for the start summary. `is_handed`: rank 0 alone has the model."""
 
-    step: EagerStep
+    step: EagerStep | None
     name: str
+    is_handed: bool = False
 
 
 def open_graphs(
@@ -82,8 +83,12 @@ def open_graphs(
     checks = [check, step.comm.check]
     drafter: DeviceDrafter | None = None
     if draft is not None:
-        drafter, check_draft = _open_draft(draft, num_ids, speculable, limits, ranks_per_gpu)
-        checks.append(check_draft)
+        if draft.step is not None:
+            drafter, check_draft = _open_draft(draft, num_ids, speculable, limits, ranks_per_gpu)
+            checks.append(check_draft)
+        if draft.is_handed:
+            channels = step.comm.draft_channels(Build(default_cache_folder()))
+            drafter = HandedDrafts(drafter, channels, draft.name)
     elif settings.is_ngram:
         drafter = NgramDrafts(partial(launch_ngram_drafts, load_ngram_drafts(Build(default_cache_folder()))))
 

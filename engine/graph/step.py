@@ -27,12 +27,14 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows of a captu
 class BurstBackend(Protocol):
     """Runs bursts of up to `max_rows` rows. *Collective*, but for `read`: all ranks make the same calls.
 
-    `description`: of the steps, for the start summary. `speculable`: what bursts with drafts may be; None for none.
+    `description`: of the steps, for the start summary. `speculable`: what bursts with drafts may be, and
+    `drafter`: who guesses; None for none.
     """
 
     max_rows: int
     description: str
     speculable: Speculable | None
+    drafter: DeviceDrafter | None
 
     def begin(self, sequences: list[Sequence], num_drafts: int = 0) -> Burst:
         """A burst of rows in steady decode: one token to compute each. Nothing is launched yet. With `num_drafts`, no row's rules

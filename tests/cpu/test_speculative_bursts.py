@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,7 +11,9 @@ import pytest
 from engine.bench.oracle import OracleDrafts
 from engine.drafts.depth import AdaptiveDepth, FixedDepth
 from engine.drafts.speculation import Speculation
-from engine.graph.drafters import NgramDrafts
+from engine.graph.drafters import HandedDrafts, NgramDrafts
+from engine.settings import EngineSettings
+from engine.summary import describe_speculation
 from tests.cpu.engine_harness import CPU, answer, request, twin_bursts, twin_draft_model
 from tests.cpu.test_generation import prompts
 from tests.cpu.tiny import make_model, save_model
@@ -79,6 +83,38 @@ def test_on_several_ranks(folder, size):
         run = run_with(folder, partial(rows, 4, **RULES[kind]), twin_draft_model(folder), size=size)
         assert run.drafts.acceptance > 0.6
     run_with(folder, partial(rows, 4), ngram, size=size)
+
+
+class Mailbox:
+    """A channel between two ranks that are threads."""
+
+    def __init__(self):
+        self._messages = queue.Queue()
+
+    def put(self, payload):
+        self._messages.put(payload.clone())
+
+    def take(self, out):
+        out.copy_(self._messages.get(timeout=60))
+        assert out.shape[1] > 0
+
+
+@pytest.mark.parametrize("size", (2, 3))
+def test_drafts_that_rank_0_hands_to_the_others(folder, size):
+    for kind in ("greedy", "top_p"):
+        mailboxes = [Mailbox() for _ in range(size - 1)]
+
+        def make(replica, mailboxes=mailboxes):
+            if replica.comm.rank:
+                return HandedDrafts(None, [mailboxes[replica.comm.rank - 1]], "itself")
+            return HandedDrafts(twin_draft_model(folder)(replica), mailboxes, "itself")
+
+        def make_rows(kind=kind):
+            return [request(text, idx, max_tokens=5 + 7 * idx, **RULES[kind]) for idx, text in enumerate(TEXTS[:5])]
+
+        run = run_with(folder, make_rows, make, size=size, max_batch=3)
+        assert run.drafts.acceptance > 0.6
+        assert all(mailbox._messages.empty() for mailbox in mailboxes), "every step's drafts are taken"
 
 
 @pytest.mark.parametrize("count", (1, 3, 16))
@@ -187,3 +223,18 @@ def test_logits_that_are_not_finite_end_the_row_alone(folder):
     for text, found, wanted in zip(texts, run.answers, plain.answers):
         count = len(TEXTS[0]) + 8 - len(text)
         assert found[0].token_ids == wanted[0].token_ids[:count] and found[0].finish_reason != wanted[0].finish_reason
+
+
+def test_the_summary_says_who_guesses(folder):
+    seen = []
+
+    def bursts(replica):
+        backend = twin_bursts(replica, twin_draft_model(folder))
+        settings = EngineSettings("model", draft_model="small", num_drafts=3)
+        seen.append(describe_speculation(settings, backend))
+        seen.append(describe_speculation(replace(settings, num_drafts=None), backend))
+        return backend
+
+    answer(folder, rows(1, 2), bursts=bursts, max_batch=5)
+    assert seen[0] == f"up to 3 drafts a row and step from {folder}, in bursts of up to 5 rows"
+    assert seen[1].startswith("up to 8 drafts a row and step, as many as pay, from")

@@ -53,14 +53,18 @@ def answer(rank: int, size: int, folder: str, source: dict) -> list:
     return outcomes
 
 
-@pytest.mark.parametrize("source", ("ngram", "model"))
+@pytest.mark.parametrize("source", ("ngram", "model", "handed"))
 @pytest.mark.parametrize("size", (2, 4, 8))
 def test_tokens_are_those_of_eager_steps(size, source, tmp_path):
     from tests.cpu.tiny import make_model, save_model
 
     shape = {"vocab_size": VOCAB, "hidden_size": 256, "head_dim": 64, "intermediate_size": 200, "max_position_embeddings": 1024}
     folder = save_model(make_model("qwen2", **shape), tmp_path)
-    settings = {"is_ngram": True} if source == "ngram" else {"draft_model": str(folder)}
+    settings = {
+        "ngram": {"is_ngram": True},
+        "model": {"draft_model": str(folder)},
+        "handed": {"draft_model": str(folder), "draft_placement": "first"},
+    }[source]
     ranks = run_ranks(size, answer, str(folder), settings, timeout_s=200)
     for case in zip(*ranks):
         found, wanted, acceptance, _ = case[0]
