@@ -248,6 +248,7 @@ def _allocate_cache(blueprint: Blueprint, num_pages: int) -> KvCache:
 
 
 def ranks_per_gpu(settings: EngineSettings, world: World) -> int:
+    """The most that any GPU of this machine has."""
     return -(-world.local_size // torch.cuda.device_count()) if settings.is_gpu_sharing else 1
 
 

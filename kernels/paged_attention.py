@@ -144,8 +144,8 @@ def paged_attention(
             target.copy_(F.scaled_dot_product_attention(heads, k[None], v[None]).reshape(1, -1, head_dim))
             continue
         if row.mask is not None and q.is_cuda:
-            # Keys repeated in memory: torch 2.11's memory-efficient attention (fp32) takes expanded ones as well, and then gives
-            # a wrong result for the last of 64 * n + 1 queries under a mask.
+            # Keys repeated in memory, since called as below (expanded keys, permuted queries) and with a mask, torch 2.11's
+            # memory-efficient attention (fp32) gave a wrong result for the last of 64 * n + 1 queries.
             k, v = (part.repeat_interleave(group, 0)[None] for part in (k, v))
             result = F.scaled_dot_product_attention(queries.transpose(0, 1)[None], k, v, attn_mask=row.mask)
             target.copy_(result[0].transpose(0, 1))

@@ -110,6 +110,7 @@ for tp in $degrees; do
 done
 for prompt in 512 2048; do step 60 "$most" bench-prefill "MODEL=$model" "TP=$most" "PROMPT=$prompt"; done
 step 90 "$most" bench-drift "TP=$most" "REQUESTS=$requests"
+step 75 "$most" bench-speculate "MODEL=$model" "TP=$most" TRIALS=0.8:5 OUTPUT=129 REPEATS=1
 # Plots are drawn where they can be; the page is made from the records either way.
 if "$python" -c 'import matplotlib' 2>/dev/null; then plots=1; else plots=; fi
 step "$LAST_S" 0 results "PLOTS=$plots"

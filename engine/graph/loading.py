@@ -22,7 +22,8 @@ from engine.settings import MAX_ADAPTIVE_DRAFTS, EngineSettings
 from kernels.build import Build, default_cache_folder
 from kernels.ngram_drafts import launch_ngram_drafts, load_ngram_drafts
 
-MAX_SPECULATIVE_ROWS = 16  # more rows decode without guesses: a step of so many tokens is bound by multiplications
+# More rows decode without guesses, since a step of so many tokens comes to be bound by multiplications. Where is to be measured.
+MAX_SPECULATIVE_ROWS = 16
 CAPABILITY = (9, 0)  # of the GPUs that the kernels are compiled for (`kernels.build.DEFAULT_ARCH`)
 
 

@@ -196,10 +196,11 @@ class GraphStep(_StateBackend):
         if kind in self._graphs:
             return
         # Nothing of the rows may run twice, so the warm-up is on rows that are not there; of a filtered step the one new part.
-        state, weights = self.state.scratch(kind.num_rows), self._operators.weights
+        weights = self._operators.weights
         with torch.inference_mode():
             torch.cuda.synchronize()
-            self._operators.comm.barrier()  # what is allocated here waits for peers that share the GPU
+            self._operators.comm.barrier()  # to allocate is to wait for peers that share the GPU, so none of them runs anything
+            state = self.state.scratch(kind.num_rows)
             rows = state.rows(kind.num_rows, kind.is_filtered)
             with torch.cuda.stream(self._stream):
                 if kind.num_drafts:

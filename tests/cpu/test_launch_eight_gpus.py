@@ -32,6 +32,7 @@ FULL = [
     "bench-prefill MODEL=qwen2.5-72b TP=8 PROMPT=512",
     "bench-prefill MODEL=qwen2.5-72b TP=8 PROMPT=2048",
     "bench-drift TP=8 REQUESTS=1000",
+    "bench-speculate MODEL=qwen2.5-72b TP=8 TRIALS=0.8:5 OUTPUT=129 REPEATS=1",
     "results PLOTS=1",
 ]
 
