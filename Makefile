@@ -162,7 +162,7 @@ bench-coldstart:  ## On a machine with GPUs: seconds from a process to its first
 	  --batch $(BATCH) --prompt $(PROMPT) --load-format $(LOAD_FORMAT) $(REPEATS_OPTION) --record results/coldstart.jsonl
 
 bench-speculate:  ## On a machine with GPUs: decode with drafts that are right at a set rate; the variables of bench-decode, DRAFT=, TRIALS="0.8:5 0:adaptive"
-	$(call unused,DRAFT TRIALS REQUESTS LOAD_FORMAT GRAPH_TOKENS EAGER)$(call run-engine-bench,speculate) --output $(OUTPUT) $(REPEATS_OPTION) \
+	$(call unused,REQUESTS LOAD_FORMAT GRAPH_TOKENS EAGER)$(call run-engine-bench,speculate) --output $(OUTPUT) $(REPEATS_OPTION) \
 	  --draft $(DRAFT) $(foreach trial,$(TRIALS),--trial $(trial))
 
 bench-cpu: model  ## Decode and prefill against transformers on the default model, batch 1 and 8

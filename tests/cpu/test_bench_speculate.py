@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from pathlib import Path
 
 import click
 import pytest
@@ -16,6 +18,8 @@ from engine.drafts.speculation import DraftStats
 from engine.graph.drafters import NgramDrafts
 from engine.shapes import SHAPES
 from tests.cpu.engine_harness import twin_bursts
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +79,17 @@ def test_refusals(monkeypatch):
     ):
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 2 and words in result.output
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_target_takes_its_variables_and_others_refuse_them():
+    found = make("bench-speculate", "TP=8", "TRIALS=0.8:5 0:adaptive", "DRAFT=qwen2.5-1.5b", "OUTPUT=129", "REPEATS=1")
+    words = " ".join(found.stdout.replace("\\", "").split())
+    assert found.returncode == 0 and "--nproc-per-node 8 -m engine.bench.speculate --model qwen2.5-72b" in words
+    assert words.endswith("--output 129 --repeats 1 --draft qwen2.5-1.5b --trial 0.8:5 --trial 0:adaptive")
+    for target, variable in (("bench-decode", "TRIALS=0.8:5"), ("bench-drift", "DRAFT=tiny"), ("bench-speculate", "EAGER=1")):
+        refused = make(target, variable)
+        assert refused.returncode == 2 and f"{variable.split('=')[0]}= has no part in {target}" in refused.stderr
