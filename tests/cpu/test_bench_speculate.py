@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -82,7 +83,9 @@ def test_refusals(monkeypatch):
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
+    """A make of its own, also where make has started the tests."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", "-n", *arguments], cwd=ROOT, env=own, capture_output=True, text=True)
 
 
 def test_the_target_takes_its_variables_and_others_refuse_them():
