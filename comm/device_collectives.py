@@ -150,12 +150,14 @@ class DeviceCollectives:
         normed: torch.Tensor,
         threads: int = NORM_THREADS,
         ctas: int = NORM_CTAS,
+        is_next_early: bool = False,
     ) -> torch.Tensor:
         """`residual += sum of x over the ranks; normed = RMSNorm(residual) * weight`, all `[rows, hidden]` of one dtype.
 
         `x` may also be fp32 `[num_parts, rows, hidden]`, aligned to 16 bytes: parts that are added in order and rounded first.
         A row fills whole units of 8 bytes, and the tensors are aligned to that. A cluster of up to `ctas` CTAs of up to `threads`
-        threads takes a row. Rows beyond one call's go in several.
+        threads takes a row. Rows beyond one call's go in several. `is_next_early`: the kernel behind has work that needs nothing
+        of this one, such as reading weights, and may start at once; heeded where no rank shares the GPU.
         """
         _check_norm(x, residual, weight, normed)
         rows, hidden = residual.shape
@@ -168,7 +170,7 @@ class DeviceCollectives:
             parts = (0, 0, 0) if x.dim() == 2 else (x[0, part].data_ptr(), rows * hidden, x.shape[0])
             params = NormParams(
                 reduce, residual[part].data_ptr(), normed[part].data_ptr(), weight.data_ptr(), eps, hidden, *parts,
-                self._most_threads is None,
+                is_next_early and self._most_threads is None,
             )  # fmt: skip
             self._launch("all_reduce_lamport_norm", residual.dtype, own.shape[0] * ctas, threads, params, cluster=ctas)
         return normed

@@ -25,7 +25,7 @@ class NormParams(ctypes.Structure):
     _fields_ = [
         ("reduce", LamportParams), ("residual", ctypes.c_uint64), ("normed", ctypes.c_uint64), ("weight", ctypes.c_uint64),
         ("eps", ctypes.c_float), ("hidden", ctypes.c_uint32), ("parts", ctypes.c_uint64), ("part_pitch", ctypes.c_int64),
-        ("num_parts", ctypes.c_uint32), ("is_alone", ctypes.c_uint32),
+        ("num_parts", ctypes.c_uint32), ("is_next_early", ctypes.c_uint32),
     ]  # fmt: skip
 
 

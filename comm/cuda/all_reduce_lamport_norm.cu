@@ -21,7 +21,7 @@ struct NormParams {
     const float* parts;        // [num_parts][rows, hidden]: this rank's x as sums still to be added; 16-byte aligned
     long part_pitch;           // floats from one part to the next
     u32 num_parts;             // 0: x is whole
-    u32 is_alone;              // no other rank shares this GPU
+    u32 is_next_early;         // the kernel behind may start before this one has anything to show
 };
 
 struct __align__(UNIT_ELEMS * sizeof(float)) PartUnit {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void reduce_and_norm(const NormParams& n, Shared& sha
 #pragma unroll
     for (int k = 0; k < K; ++k)
         if (begin + k * step < units) send(p, value[k], epoch, threadIdx.x + k * blockDim.x);
-    if (!n.is_alone) let_dependents_start();
+    if (!n.is_next_early) let_dependents_start();
     float squares = 0.0f;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -132,9 +132,10 @@ __device__ __forceinline__ void reduce_and_norm(const NormParams& n, Shared& sha
 
 extern "C" __global__ void __launch_bounds__(1024) all_reduce_lamport_norm(const __grid_constant__ NormParams n) {
     __shared__ Shared shared;
-    // At once: what follows is a product, which fills its rings with weights while this kernel waits for its turn. Where ranks share
-    // a GPU only after its own wait: kernels started early start more, and all that wait hold room that a peer's kernel may need first.
-    if (n.is_alone) let_dependents_start();
+    // For a product behind, which fills its rings with weights while this kernel waits for its turn. Not for another call of this
+    // one, which only takes issue slots (0.3 us a call), and not where ranks share a GPU: kernels started early start more, and all
+    // that wait hold room that a peer's kernel may need first.
+    if (n.is_next_early) let_dependents_start();
     u32 ctas = cluster_size(), cta = cluster_rank(), words = ctas * (blockDim.x / 32);
     if (threadIdx.x == 0) {
         for (u32 i = words; i % 4 != 0; ++i) reinterpret_cast<float*>(shared.squares)[i] = 0.0f;  // read with the last four

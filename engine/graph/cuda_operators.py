@@ -203,7 +203,8 @@ class CudaOperators(TorchOperators):
             return self._add_norm(total, residual, weight, total)  # the sum is nobody's but ours: its memory serves again
         normed = torch.empty_like(residual)
         collectives = self._peers.collectives
-        return collectives.all_reduce_lamport_norm(x, residual, weight, self.config.rms_norm_eps, normed)
+        eps = self.config.rms_norm_eps
+        return collectives.all_reduce_lamport_norm(x, residual, weight, eps, normed, is_next_early=True)  # a product is next
 
     def product_norm(
         self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor

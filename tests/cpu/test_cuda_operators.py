@@ -69,7 +69,7 @@ class TwinPeers:
         self._comm = comm
         self.collectives = self.vocabulary = self
 
-    def all_reduce_lamport_norm(self, x, residual, weight, eps, normed):
+    def all_reduce_lamport_norm(self, x, residual, weight, eps, normed, is_next_early):
         x = x if x.dim() == 2 else x[0] + x[1] + x[2]
         residual += self._comm.all_reduce(x.contiguous())
         return normed.copy_(rms_norm(residual, weight, eps))

@@ -51,7 +51,7 @@ def reduce_all(rank: int, size: int) -> None:
                     x = integers(rows * hidden, rank, call, dtype).view(rows, hidden)
                     residual, normed = torch.ones_like(x), torch.full_like(x, float("nan"))
                     weight = torch.ones(hidden, dtype=dtype, device="cuda")
-                    world.collectives.all_reduce_lamport_norm(x, residual, weight, 1e-6, normed)
+                    world.collectives.all_reduce_lamport_norm(x, residual, weight, 1e-6, normed, is_next_early=call % 2 == 1)
                     wanted = 1 + sum(integers(rows * hidden, peer, call, torch.float32) for peer in range(size))
                     assert torch.equal(residual.float(), wanted.view(rows, hidden)), (dtype, rows, hidden, call)
                     assert not normed.isnan().any()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -153,15 +153,17 @@ def check_norm(rank: int, size: int, heap_kind: str = "ipc") -> None:
             for rows, hidden in ((1, 8192), (8, 8192), (16, 3584), (3, 896), (70, 1024)):
                 call = rows * hidden
                 parts = [part(peer, call, rows * hidden, dtype).view(rows, hidden) for peer in range(size)]
-                residual, weight = part(90, call, rows * hidden, dtype).view(rows, hidden), part(91, call, hidden, dtype)
-                wanted = (expected_sum(parts).float() + residual.float()).to(dtype)
-                normed = torch.full_like(residual, float("nan"))
-                world.collectives.all_reduce_lamport_norm(parts[rank], residual, weight, 1e-6, normed)
-                assert torch.equal(bits(residual), bits(wanted)), (dtype, rows, hidden)
+                old, weight = part(90, call, rows * hidden, dtype).view(rows, hidden), part(91, call, hidden, dtype)
+                wanted = (expected_sum(parts).float() + old.float()).to(dtype)
                 exact = wanted.double() * (wanted.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-                error = (normed.double() - exact).norm() / exact.norm()
-                assert error < {torch.bfloat16: 5e-3, torch.float16: 6e-4, torch.float32: 1e-6}[dtype], (error, dtype, rows)
-                assert len(set(world.agree(bits(normed).long().sum().item()))) == 1
+                for is_next_early in (False, True):
+                    residual, normed = old.clone(), torch.full_like(old, float("nan"))
+                    norm = partial(world.collectives.all_reduce_lamport_norm, is_next_early=is_next_early)
+                    norm(parts[rank], residual, weight, 1e-6, normed)
+                    assert torch.equal(bits(residual), bits(wanted)), (dtype, rows, hidden)
+                    error = (normed.double() - exact).norm() / exact.norm()
+                    assert error < {torch.bfloat16: 5e-3, torch.float16: 6e-4, torch.float32: 1e-6}[dtype], (error, dtype, rows)
+                    assert len(set(world.agree(bits(normed).long().sum().item()))) == 1
 
 
 def check_norm_of_parts(rank: int, size: int, heap_kind: str = "ipc") -> None:
@@ -179,7 +181,7 @@ def check_norm_of_parts(rank: int, size: int, heap_kind: str = "ipc") -> None:
                 found = [residual.clone(), torch.full_like(residual, float("nan"))]
                 wanted = [residual.clone(), torch.full_like(residual, float("nan"))]
                 world.collectives.all_reduce_lamport_norm(added.to(dtype), wanted[0], weight, 1e-6, wanted[1])
-                world.collectives.all_reduce_lamport_norm(sums, found[0], weight, 1e-6, found[1])
+                world.collectives.all_reduce_lamport_norm(sums, found[0], weight, 1e-6, found[1], is_next_early=True)
                 assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, wanted)), (dtype, num_parts, rows, hidden)
                 assert not wanted[1].isnan().any() and torch.equal(bits(sums), bits(before))
 
