@@ -137,7 +137,7 @@ class Engine:
         backend = self.replica.backend
         if not isinstance(backend, PrefillStep):
             return "eager"
-        return "kernels" if backend.bucket(num_rows, num_tokens) is None else "graph"
+        return "kernels" if backend.shape_for(0, [num_tokens] * num_rows) is None else "graph"
 
     def generate(
         self,

@@ -160,7 +160,7 @@ def build_batch(rows: list[ScheduledRow], page_size: int, device: torch.device) 
         sequence, start = row.sequence, len(token_ids)
         token_ids += sequence.token_ids[row.first : row.first + row.num_tokens - len(row.draft_ids)]
         token_ids += row.draft_ids
-        spans.append(RowSpan(start, row.num_tokens, row.first, tuple(sequence.pages)))
+        spans.append(RowSpan(start, row.num_tokens, row.first, tuple(sequence.pages), row.num_logits))
         logit_idx += range(start + row.num_tokens - row.num_logits, start + row.num_tokens)
     page_table = numpy.zeros((len(spans), max(len(span.pages) for span in spans)), numpy.int64)
     for idx, span in enumerate(spans):

@@ -12,13 +12,15 @@ class RowSpan:
     """One row's part of a step.
 
     `start`, `num_tokens`: its tokens in the flat batch. `context_len`: tokens of the row already in the KV cache before this
-    step. `pages`: the row's page numbers in order, enough for `context_len + num_tokens` tokens.
+    step. `pages`: the row's page numbers in order, enough for `context_len + num_tokens` tokens. `num_logits`: of how many of its
+    last tokens the logits are wanted.
     """
 
     start: int
     num_tokens: int
     context_len: int
     pages: tuple[int, ...]
+    num_logits: int = 1
 
     @property
     def kv_len(self) -> int:

@@ -1,9 +1,9 @@
 """Causal grouped-query attention of many new tokens, for GPUs: what a step that prefills attends with.
 
-A *chunk* is a run of new tokens of one row, behind what the row has in the cache, or of several rows that are equally long and
-have nothing there. Each chunk is one call of torch's FlashAttention, which reads grouped heads as they are.
-Chunks with nothing cached read the new keys and values where they lie in the fused projection; others read the cache, which
-holds the new ones already. `kernels/paged_attention.py` is the reference.
+A *chunk* is a run of new tokens of one row, behind what the row has in the cache. Rows that have nothing there are *packed* one
+behind the other, of whatever lengths. A chunk is one call of torch's FlashAttention, which reads grouped heads as they are;
+so are packed rows together. What has nothing cached reads the new keys and values where they lie in the fused projection; others
+read the cache, which holds the new ones already. `kernels/paged_attention.py` is the reference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLASH_DTYPES, FLASH_ELEMS = (torch.bfloat16, torch.float16), 8  # what FlashAtte
 
 @dataclass(frozen=True)
 class Chunk:
-    """`num_rows` rows of `num_tokens` new tokens each, from the flat index `start` on.
+    """`num_tokens` new tokens of a row, from the flat index `start` on.
 
     `cached`: where keys and values lie, new ones included, None for nowhere but in the projection: a slice of slots, or int64
     pages on the device, of whose slots `first` are skipped. `kv_len`: how many keys count. `mask`: additive
@@ -29,7 +29,6 @@ class Chunk:
     """
 
     start: int
-    num_rows: int
     num_tokens: int
     kv_len: int
     cached: slice | torch.Tensor | None = None
@@ -38,7 +37,25 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        return self.start + self.num_rows * self.num_tokens
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows of which nothing is cached, in the flat tokens `start` to `end`: row i has those from `start + starts[i]` to
+    `start + starts[i + 1]`.
+
+    `starts`: int32 `[num_rows + 1]` on the device, from 0 to `end - start`. `longest`: no row has more tokens. `lengths`: of the
+    rows; None where only the device knows them, as in a captured step. `window`: how many last tokens a query sees, itself
+    included; None for all.
+    """
+
+    start: int
+    end: int
+    starts: torch.Tensor
+    longest: int
+    lengths: tuple[int, ...] | None = None
+    window: int | None = None
 
 
 def plan_chunk(
@@ -61,33 +78,20 @@ def plan_chunk(
     if window is not None and kv_len > window and num_tokens > 1:
         mask = causal_mask(num_tokens, context_len, first, window, dtype, page_ids.device)
     if context_len == 0:
-        return Chunk(start, 1, num_tokens, kv_len, mask=mask)
+        return Chunk(start, num_tokens, kv_len, mask=mask)
     first_page, end_page = first // page_size, -(-kv_len // page_size)
     used, skipped = pages[first_page:end_page], first - first_page * page_size
     if used[-1] - used[0] == len(used) - 1 and all(a + 1 == b for a, b in zip(used, used[1:])):
         begin = used[0] * page_size + skipped
-        return Chunk(start, 1, num_tokens, kv_len - first, slice(begin, begin + kv_len - first), mask=mask)
-    return Chunk(start, 1, num_tokens, kv_len - first, page_ids[first_page:end_page], skipped, mask)
-
-
-def join_chunks(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
-    """`chunks`, with those put together that follow each other, have nothing cached, are equally long and need no mask."""
-    joined: list[Chunk] = []
-    for chunk in chunks:
-        last = joined[-1] if joined else None
-        is_plain = chunk.cached is None and chunk.mask is None
-        if is_plain and last is not None and last.cached is None and last.mask is None and last.num_tokens == chunk.num_tokens:
-            joined[-1] = Chunk(last.start, last.num_rows + chunk.num_rows, last.num_tokens, last.kv_len)
-        else:
-            joined.append(chunk)
-    return tuple(joined)
+        return Chunk(start, num_tokens, kv_len - first, slice(begin, begin + kv_len - first), mask=mask)
+    return Chunk(start, num_tokens, kv_len - first, page_ids[first_page:end_page], skipped, mask)
 
 
 def chunk_attention(
     qkv: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    chunks: Sequence[Chunk],
+    chunks: Sequence[Chunk | PackedRows],
     page_size: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -96,7 +100,8 @@ def chunk_attention(
     `qkv` `[tokens, local_q_heads + 2 * local_kv_heads, head_dim]`: rotated; the new keys and values are in the cache as well.
     `keys`, `values` `[num_slots, local_kv_heads, head_dim]` of one layer. `out` `[tokens, local_q_heads, head_dim]`: only the
     tokens of `chunks` are written. Scores are scaled by head_dim ** -0.5. *Numbers*: fp32
-    accumulation. *Cost*: one call a chunk, and a copy of the keys and values of a row whose pages are scattered.
+    accumulation. *Cost*: one call a chunk, and a copy of the keys and values of a row whose pages are scattered; fp32, and heads
+    that FlashAttention does not take, one call a packed row, or a square of all packed tokens where only the device knows them.
     """
     num_kv = keys.shape[1]
     q, k, v = qkv.split((qkv.shape[1] - 2 * num_kv, num_kv, num_kv), dim=1)
@@ -104,40 +109,74 @@ def chunk_attention(
     if out is None and not is_whole:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for chunk in chunks:
-        queries = _by_row(q, chunk)
-        if chunk.cached is None:
-            own_keys, own_values = _by_row(k, chunk), _by_row(v, chunk)
+        own = slice(chunk.start, chunk.end)
+        if isinstance(chunk, PackedRows):
+            result = _attend_packed(q[own], k[own], v[own], chunk)
+        elif chunk.cached is None:
+            result = _attend(q[own], k[own], v[own], chunk.mask)
         else:
-            own_keys, own_values = _cached(keys, chunk, page_size), _cached(values, chunk, page_size)
-        result = _attend(queries, own_keys, own_values, chunk.mask)
-        if is_whole:  # FlashAttention lays its result out token by token already: no copy
-            return result.transpose(1, 2).reshape(q.shape)
-        _by_row(out, chunk).copy_(result)
+            result = _attend(q[own], _cached(keys, chunk, page_size), _cached(values, chunk, page_size), chunk.mask)
+        if is_whole:
+            return result
+        out[own].copy_(result)
     return out
 
 
-def _by_row(heads: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    """A view `[rows, heads, num_tokens, head_dim]` of the chunk's tokens."""
-    return heads[chunk.start : chunk.end].unflatten(0, (chunk.num_rows, chunk.num_tokens)).transpose(1, 2)
-
-
 def _cached(cache: torch.Tensor, chunk: Chunk, page_size: int) -> torch.Tensor:
-    """`[1, heads, kv_len, head_dim]`"""
+    """`[kv_len, heads, head_dim]`"""
     if isinstance(chunk.cached, slice):
-        return cache[chunk.cached].transpose(0, 1)[None]
+        return cache[chunk.cached]
     paged = cache.view(-1, page_size, *cache.shape[1:]).index_select(0, chunk.cached)
-    return paged.flatten(0, 1)[chunk.first : chunk.first + chunk.kv_len].transpose(0, 1)[None]
+    return paged.flatten(0, 1)[chunk.first : chunk.first + chunk.kv_len]
+
+
+def takes_flash(x: torch.Tensor) -> bool:
+    """Whether FlashAttention takes heads like those of `x` `[..., head_dim]`."""
+    return x.is_cuda and x.dtype in FLASH_DTYPES and x.shape[-1] % FLASH_ELEMS == 0
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The last query sees all keys, each one before it one key less; unless there is a `mask`."""
-    num_tokens, kv_len = q.shape[2], k.shape[2]
-    if q.is_cuda and q.dtype in FLASH_DTYPES and q.shape[3] % FLASH_ELEMS == 0 and mask is None:
+    """`q`, `k`, `v` and the result: `[tokens, heads, head_dim]`. The last query sees all keys, each one before it one key less,
+    unless there is a `mask`."""
+    num_tokens, kv_len = q.shape[0], k.shape[0]
+    q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+    if takes_flash(q) and mask is None:
         # By name: scaled_dot_product_attention may choose cuDNN's, which plans anew at each new length, for milliseconds. Causal
-        # means here that the last query meets the last key, as in `torch.nn.attention.bias`.
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, num_tokens > 1)[0]
+        # means here that the last query meets the last key, as in `torch.nn.attention.bias`. Its result lies token by token.
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, num_tokens > 1)[0][0].transpose(0, 1)
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     if mask is None and 1 < num_tokens < kv_len:
         mask = causal_mask(num_tokens, kv_len - num_tokens, 0, None, q.dtype, q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=num_tokens > 1 and mask is None)
+    is_causal = num_tokens > 1 and mask is None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)[0].transpose(0, 1)
+
+
+def _attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    """As `_attend`, each row for itself."""
+    if takes_flash(q):
+        left = None if rows.window is None else rows.window - 1
+        # At least 2: of rows of one query each it makes another layout, for which all must be there.
+        longest = max(2, rows.longest)
+        flash = torch.ops.aten._flash_attention_forward
+        return flash(q, k, v, rows.starts, rows.starts, longest, longest, 0.0, True, False, window_size_left=left)[0]
+    if rows.lengths is None:
+        return _attend(q, k, v, packed_mask(rows, q.dtype))
+    results, at = [], 0
+    for length in rows.lengths:
+        mask = None
+        if rows.window is not None and rows.window < length:
+            mask = causal_mask(length, 0, 0, rows.window, q.dtype, q.device)
+        results.append(_attend(*(part[at : at + length] for part in (q, k, v)), mask))
+        at += length
+    return torch.cat(results)
+
+
+def packed_mask(rows: PackedRows, dtype: torch.dtype) -> torch.Tensor:
+    """Additive `[tokens, tokens]`: what each token of `rows` sees. Asks the host nothing."""
+    at = torch.arange(rows.end - rows.start, dtype=torch.int32, device=rows.starts.device)
+    row = torch.searchsorted(rows.starts[1:].contiguous(), at, right=True)
+    is_hidden = (at > at[:, None]) | (row != row[:, None])
+    if rows.window is not None:
+        is_hidden |= at <= at[:, None] - rows.window
+    return torch.zeros(is_hidden.shape, dtype=dtype, device=at.device).masked_fill_(is_hidden, float("-inf"))

@@ -29,8 +29,11 @@ struct __align__(UNIT_ELEMS * sizeof(float)) PartUnit {
 };
 
 // This rank's unit at element `at`: as it is, or its parts added in order and rounded once.
+enum Form { WHOLE, IN_PARTS, EITHER };  // of x, as far as it is known when this is compiled
+
+template <Form FORM>
 __device__ __forceinline__ Unit load_own(const NormParams& n, long at) {
-    if (n.num_parts == 0) {
+    if (FORM == WHOLE || (FORM == EITHER && n.num_parts == 0)) {
         Unit unit;
         unit.word = *reinterpret_cast<const u64*>(n.reduce.x + at);
         return unit;
@@ -55,7 +58,7 @@ struct Shared {
 };
 
 // The warps of a row take its units in turn, CTA after CTA, so that every CTA has some; a thread holds up to K.
-template <int K>
+template <int K, Form FORM>
 __device__ __forceinline__ void reduce_and_norm(const NormParams& n, Shared& shared, u32 cta, u32 ctas) {
     const LamportParams& p = n.reduce;
     u32 warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -71,7 +74,7 @@ __device__ __forceinline__ void reduce_and_norm(const NormParams& n, Shared& sha
 #pragma unroll
     for (int k = 0; k < K; ++k) {
         if (begin + k * step < units) {
-            value[k] = load_own(n, row + (begin + k * step) * UNIT_ELEMS);
+            value[k] = load_own<FORM>(n, row + (begin + k * step) * UNIT_ELEMS);
             residual[k].word = *reinterpret_cast<const u64*>(n.residual + row + (begin + k * step) * UNIT_ELEMS);
         }
     }
@@ -143,7 +146,9 @@ extern "C" __global__ void __launch_bounds__(1024) all_reduce_lamport_norm(const
     }
     if (ctas > 1) cluster_arrive();
     u32 units = n.hidden / UNIT_ELEMS, step = ctas * blockDim.x;
-    if (units <= step) reduce_and_norm<1>(n, shared, cta, ctas);
-    else if (units <= 2 * step) reduce_and_norm<2>(n, shared, cta, ctas);
-    else reduce_and_norm<MAX_UNITS>(n, shared, cta, ctas);
+    // Of the usual width each form has code of its own: a branch among its loads makes the later ones wait for the earlier.
+    if (units <= step && n.num_parts == 0) reduce_and_norm<1, WHOLE>(n, shared, cta, ctas);
+    else if (units <= step) reduce_and_norm<1, IN_PARTS>(n, shared, cta, ctas);
+    else if (units <= 2 * step) reduce_and_norm<2, EITHER>(n, shared, cta, ctas);
+    else reduce_and_norm<MAX_UNITS, EITHER>(n, shared, cta, ctas);
 }

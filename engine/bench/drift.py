@@ -34,13 +34,14 @@ from engine.bench.load import (
     run_once,
 )
 from engine.bench.records import Record, commit
-from engine.bench.throughput import FIRST_ID, SEED, TENTHS, WARM_UP_REQUESTS, Requests, TokenLog, throughput_floor_s
+from engine.bench.throughput import FIRST_ID, SEED, TENTHS, Requests, TokenLog, throughput_floor_s
 from engine.bench.token_hashes import TokenHashes
 from launch.environment import Environment
 
 DRIFT_LIMIT_PERCENT = 2.0
 STRIDE = 16  # tokens between the lengths of answers
 PARTS = TENTHS + 2  # one before, one after
+WARM_UP_PARTS = 3
 
 
 def draw_parts(rng: random.Random, count: int, prompt: int, output: int, vocab: int) -> Requests:
@@ -165,7 +166,9 @@ def main(
     with errors_in_one_line(), open_engine(case, model, device, shard_of, eager, **settings) as engine:
         rng, vocab = random.Random(SEED), engine.blueprint.config.full_vocab
         requests = draw_parts(rng, count // TENTHS, prompt, output, vocab)
-        run_once(engine, requests.prompts[:WARM_UP_REQUESTS], requests.outputs[:WARM_UP_REQUESTS])
+        # Steps that prefill are captured when the second of their shape comes.
+        warm_up = draw_parts(random.Random(SEED + 1), count // TENTHS, prompt, output, vocab)
+        run_once(engine, warm_up.prompts[: WARM_UP_PARTS * count // TENTHS], warm_up.outputs[: WARM_UP_PARTS * count // TENTHS])
         drift = run_long(engine, requests)
         floor, backend, comm = throughput_floor_s(case, requests, engine.blueprint), engine.backend, engine.comm.name
     if environment.rank != 0:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.step_batch import StepBatch
-from kernels.chunk_attention import Chunk, join_chunks, plan_chunk
+from engine.step_batch import RowSpan, StepBatch
+from kernels.chunk_attention import Chunk, PackedRows, plan_chunk
+from kernels.upload import upload
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,14 @@ class ChunkTokens:
     slots: torch.Tensor
     turns: torch.Tensor
     logit_idx: torch.Tensor
-    chunks: dict[int | None, tuple[Chunk, ...]]
+    chunks: dict[int | None, tuple[Chunk | PackedRows, ...]]
     num_single: int = 0
     page_table: torch.Tensor | None = None
+
+
+def count_single(rows: tuple[RowSpan, ...], most: int) -> int:
+    """How many rows of one token come first, at most `most`."""
+    return next((idx for idx, row in enumerate(rows[:most]) if row.num_tokens > 1), min(len(rows), most))
 
 
 def chunk_tokens(
@@ -34,22 +40,47 @@ def chunk_tokens(
 ) -> ChunkTokens:
     """The tokens of `batch`. `turns` `[max positions, head_dim]`. `most_single`: how many of the rows of one token that come
     first may be taken as such. *Stream*: asynchronous, nothing is waited for."""
-    num_single = 0
-    for row in batch.rows[:most_single]:
-        if row.num_tokens > 1:
-            break
-        num_single += 1
-    chunks = {}
-    for window in windows:
-        plans = (
-            plan_chunk(
-                row.start, row.num_tokens, row.context_len, row.pages, batch.page_table[idx], page_size, window, turns.dtype
-            )
-            for idx, row in enumerate(batch.rows[num_single:], num_single)
-        )
-        chunks[window] = join_chunks(tuple(plans))
+    num_single = count_single(batch.rows, most_single)
+    runs = [(first, end, _starts(batch, first, end)) for first, end in _runs_without_context(batch.rows, num_single)]
+    chunks = {window: _chunks(batch, num_single, runs, page_size, window, turns.dtype) for window in windows}
     page_table = batch.page_table[:num_single].int() if num_single else None
     own_turns = turns.index_select(0, batch.positions)
     return ChunkTokens(
         batch.token_ids, batch.positions, batch.slots, own_turns, batch.logit_idx, chunks, num_single, page_table
     )
+
+
+def _runs_without_context(rows: tuple[RowSpan, ...], first: int) -> list[tuple[int, int]]:
+    """Where two rows or more follow each other, from `first` on, of which nothing is cached: (first row, row behind the last)."""
+    borders = [idx for idx in range(first, len(rows)) if rows[idx].context_len > 0] + [len(rows)]
+    starts = [first, *(border + 1 for border in borders)]
+    return [(start, border) for start, border in zip(starts, borders) if border - start > 1]
+
+
+def _starts(batch: StepBatch, first: int, end: int) -> torch.Tensor:
+    start = batch.rows[first].start
+    ends = [row.start + row.num_tokens - start for row in batch.rows[first:end]]
+    return upload(torch.tensor([0, *ends], dtype=torch.int32), batch.token_ids.device)
+
+
+def _chunks(
+    batch: StepBatch, num_single: int, runs: list[tuple[int, int, torch.Tensor]], page_size: int, window: int | None,
+    dtype: torch.dtype,
+) -> tuple[Chunk | PackedRows, ...]:  # fmt: skip
+    chunks: list[Chunk | PackedRows] = []
+    rows, idx = batch.rows, num_single
+    ends = {first: (end, starts) for first, end, starts in runs}
+    while idx < len(rows):
+        row = rows[idx]
+        if idx in ends:
+            end, starts = ends[idx]
+            lengths = tuple(each.num_tokens for each in rows[idx:end])
+            chunks.append(PackedRows(row.start, row.start + sum(lengths), starts, max(lengths), lengths, window))
+            idx = end
+        else:
+            pages = batch.page_table[idx]
+            chunks.append(
+                plan_chunk(row.start, row.num_tokens, row.context_len, row.pages, pages, page_size, window, dtype)
+            )
+            idx += 1
+    return tuple(chunks)

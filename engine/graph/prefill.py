@@ -1,40 +1,60 @@
 """Steps that prefill, on Doorbell's operators: what computes everything on a GPU that is not a burst.
 
-A prompt alone of up to a few hundred tokens is bound by launches, so its step is padded to a bucket and replayed from a graph.
-Above, and for chunks behind cached tokens, several prompts, or prompts beside rows that decode, the same operators are launched
-one by one, and nothing waits. A bucket is captured when its second prompt comes, which is computed on the way: neither the start
-nor a first token waits for graphs that nobody may need.
+A step of up to some hundred new tokens is bound by launches, so it is padded to a shape (`StepShape`) and replayed from a graph:
+a prompt alone, or prompts together, beside rows that decode or not. Longer steps, and those with a chunk behind cached tokens,
+are launched one by one, and nothing waits. A shape is captured when its second step comes, which is computed on the way:
+neither the start nor a first token waits for graphs that nobody may need.
 
-Padding comes behind the prompt: no real token sees it, and it has no slot, so nothing of it is written.
+Padding is a row of its own behind the prompts, or rows that are not there: no real token sees it, and it has no slot, so nothing
+of it is written.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from engine.graph.chunk_tokens import ChunkTokens, chunk_tokens
+from engine.graph.chunk_tokens import ChunkTokens, chunk_tokens, count_single
 from engine.graph.operators import Operators
 from engine.graph.prefill_step import prefill_step
 from engine.profile.marks import NO_MARKS, Marks
 from engine.rope import inverse_frequencies
 from engine.scheduler import Limits
 from engine.step_batch import StepBatch
-from kernels.chunk_attention import Chunk
-from kernels.paged_attention import causal_mask
+from kernels.chunk_attention import Chunk, PackedRows, takes_flash
 from kernels.rotary import rotary_turns
 from kernels.rotary_write import NO_SLOT
 
-# Tokens of a captured step. Denser from 128 on, where multiplications begin to outweigh the reading of the weights, so that
+# New tokens of a captured step. Denser from 128 on, where multiplications begin to outweigh the reading of the weights, so that
 # padding costs time.
-BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
+BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+MAX_SQUARE_TOKENS = 512  # where attention of packed rows takes a square of them
+# Rows that decode beside them. Few, for there is a graph of each with each bucket, and such a row costs little.
+SINGLE_BUCKETS = (4, 16, 64, 256)
+TOKENS_A_PROMPT, LEAST_PROMPTS = 16, 4  # prompts that a bucket has room for: one in so many tokens, and a few at the least
+PADDING = -1  # the position of a row that is not there
 
 
 def buckets_up_to(num_tokens: int) -> tuple[int, ...]:
-    """The buckets for prompts of up to `num_tokens` tokens; longer ones than the last bucket take none."""
+    """The buckets for up to `num_tokens` new tokens; more than those of the last bucket take none."""
     return tuple(bucket for idx, bucket in enumerate(BUCKETS) if num_tokens > (BUCKETS[idx - 1] if idx else 0))
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A captured step: `num_single` rows of one token that decode, padding included, and behind them `num_tokens` tokens of up to
+    `num_prompts` prompts of which nothing is cached, the rest padding. Each row gives the logits of its last token."""
+
+    num_single: int
+    num_tokens: int
+    num_prompts: int
+
+    @property
+    def num_logits(self) -> int:
+        return self.num_single + self.num_prompts
 
 
 class PrefillStep:
@@ -52,8 +72,9 @@ class PrefillStep:
         self._windows = set(config.windows)
         self.description = "kernels one by one"
 
-    def bucket(self, num_rows: int, num_tokens: int) -> int | None:
-        """The bucket of a prompt of `num_tokens` tokens, nothing of it cached, among `num_rows` in the step. None: no graph."""
+    def shape_for(self, num_single: int, lengths: Sequence[int]) -> StepShape | None:
+        """The shape that a step of `num_single` rows that decode and of whole prompts of `lengths` tokens is padded to. None: it
+        is launched as it is."""
         return None
 
     @torch.inference_mode()
@@ -70,69 +91,145 @@ class PrefillStep:
 
 
 class _BucketedPrefill(PrefillStep, ABC):
-    """With buckets: all but how a bucket's step is run."""
+    """With shapes: all but how a padded step is run."""
 
     def __init__(self, operators: Operators, limits: Limits, graph_tokens: int):
         super().__init__(operators, limits.max_model_len)
-        self._graph_tokens = min(graph_tokens, limits.max_step_tokens, limits.max_model_len, BUCKETS[-1])
+        most = BUCKETS[-1] if takes_flash(operators.kv.keys) else MAX_SQUARE_TOKENS
+        self._graph_tokens = min(graph_tokens, limits.max_step_tokens, most)
         self._buckets = buckets_up_to(self._graph_tokens)
+        most_single = min(operators.most_single, limits.max_batch, SINGLE_BUCKETS[-1])
+        self._singles = (0, *(bucket for bucket in SINGLE_BUCKETS if bucket < most_single), *[most_single] * (most_single > 0))
         longest, device = self._buckets[-1] if self._buckets else 0, operators.kv.keys.device
-        self._token_ids = torch.zeros(longest, dtype=torch.int64, device=device)
-        self._slots = torch.full((longest,), NO_SLOT, dtype=torch.int64, device=device)
-        self._last = torch.zeros(1, dtype=torch.int64, device=device)
-        self._positions = torch.arange(longest, device=device)
+        width, max_pages = most_single + longest, -(-limits.max_model_len // operators.kv.page_size)
 
-    def bucket(self, num_rows: int, num_tokens: int) -> int | None:
-        if num_rows > 1 or num_tokens > self._graph_tokens:
+        def full(value: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        # What captured steps read, in the order of their tokens.
+        self._token_ids, self._positions, self._slots = full(0, width), full(0, width), full(NO_SLOT, width)
+        self._page_table = full(0, most_single, max_pages, dtype=torch.int32)
+        most_prompts = _prompts_in(longest)
+        self._starts = full(0, most_prompts + 2, dtype=torch.int32)  # of the prompts, of the padding behind them, and its end
+        self._logit_idx = full(0, most_single + most_prompts)
+        self._in_order = torch.arange(longest, device=device)
+        self._whole_starts = {
+            bucket: torch.tensor([0, bucket], dtype=torch.int32, device=device) for bucket in self._buckets
+        }
+
+    def shape_for(self, num_single: int, lengths: Sequence[int]) -> StepShape | None:
+        is_alone, num_tokens = num_single == 0 and len(lengths) == 1, sum(lengths)
+        if not lengths or num_tokens > self._graph_tokens or num_single > self._singles[-1]:
             return None
-        return next(bucket for bucket in self._buckets if bucket >= num_tokens)
+        for bucket in self._buckets:
+            num_prompts = 1 if is_alone else _prompts_in(bucket)
+            if bucket >= num_tokens and num_prompts >= len(lengths):
+                return StepShape(next(single for single in self._singles if single >= num_single), bucket, num_prompts)
+        return None
+
+    def _shape_of(self, batch: StepBatch) -> StepShape | None:
+        num_single = self._count_single(batch)
+        prompts = batch.rows[num_single:]
+        if any(row.num_logits != 1 for row in batch.rows) or any(row.context_len for row in prompts):
+            return None
+        return self.shape_for(num_single, [row.num_tokens for row in prompts])
+
+    def _count_single(self, batch: StepBatch) -> int:
+        is_alone = len(batch.rows) == 1 and batch.rows[0].context_len == 0
+        return 0 if is_alone else count_single(batch.rows, self._singles[-1])
 
     @torch.inference_mode()
     def run(self, batch: StepBatch, marks: Marks = NO_MARKS) -> torch.Tensor:
-        row = batch.rows[0]
-        bucket = None
         # A step that is told its stages is launched one by one: a graph is captured without them.
-        if row.context_len == 0 and batch.logit_idx.numel() == 1 and marks is NO_MARKS:
-            bucket = self.bucket(len(batch.rows), row.num_tokens)
-        if bucket is None or not self._is_due(bucket):
+        shape = self._shape_of(batch) if marks is NO_MARKS else None
+        if shape is None or not self._is_due(shape):
             return super().run(batch, marks)
-        self._token_ids[: row.num_tokens].copy_(batch.token_ids)
-        self._slots[: row.num_tokens].copy_(batch.slots)
-        self._slots[row.num_tokens : bucket].fill_(NO_SLOT)
-        self._last.copy_(batch.logit_idx)
-        return self._run(bucket)
+        if shape.num_prompts == 1:
+            self._lay_out_one(batch, shape)
+        else:
+            self._lay_out(batch, shape)
+        return self._run(shape)[: len(batch.rows)]
 
-    def _step(self, bucket: int) -> torch.Tensor:
-        """The step of the bucket, on what is in the buffers now."""
-        chunks = {window: self._whole(bucket, window) for window in self._windows}
+    def _lay_out_one(self, batch: StepBatch, shape: StepShape) -> None:
+        num_tokens = batch.rows[0].num_tokens
+        self._token_ids[:num_tokens].copy_(batch.token_ids)
+        self._slots[:num_tokens].copy_(batch.slots)
+        self._slots[num_tokens : shape.num_tokens].fill_(NO_SLOT)
+        self._logit_idx[:1].copy_(batch.logit_idx)
+
+    def _lay_out(self, batch: StepBatch, shape: StepShape) -> None:
+        """Put the tokens where the step of `shape` reads them."""
+        count = self._count_single(batch)
+        end, begin = shape.num_single + shape.num_tokens, shape.num_single
+        last = begin + batch.token_ids.numel() - count
+        for buffer, own, padding in (
+            (self._token_ids, batch.token_ids, 0),
+            (self._slots, batch.slots, NO_SLOT),
+            (self._positions, batch.positions, PADDING),
+        ):
+            if begin:
+                buffer[:count].copy_(own[:count])
+                buffer[count:begin].fill_(padding)
+            buffer[begin:last].copy_(own[count:])
+            buffer[last:end].fill_(padding)
+        if count:
+            pages = batch.page_table[:count]
+            self._page_table[:count, : pages.shape[1]].copy_(pages)
+        num_rows, moved = len(batch.rows), begin - count
+        self._logit_idx[:count].copy_(batch.logit_idx[:count])
+        torch.add(batch.logit_idx[count:], moved, out=self._logit_idx[count:num_rows])
+        self._logit_idx[num_rows : shape.num_logits].fill_(0)
+        num_prompts = num_rows - count
+        self._starts[1 : num_prompts + 1].copy_(batch.logit_idx[count:] + (1 - count))
+        self._starts[num_prompts + 1 : shape.num_prompts + 2].fill_(shape.num_tokens)
+
+    def _step(self, shape: StepShape) -> torch.Tensor:
+        """The step of the shape, on what is in the buffers now."""
+        num_single, end = shape.num_single, shape.num_single + shape.num_tokens
+        if shape.num_prompts == 1:
+            positions, turns = self._in_order[:end], self._turns[:end]
+        else:
+            positions = self._positions[:end]
+            turns = self._turns.index_select(0, positions.clamp(min=0))
+        chunks = {window: (self._prompts(shape, window),) for window in self._windows}
         tokens = ChunkTokens(
-            self._token_ids[:bucket], self._positions[:bucket], self._slots[:bucket], self._turns[:bucket], self._last, chunks
-        )
+            self._token_ids[:end], positions, self._slots[:end], turns, self._logit_idx[: shape.num_logits], chunks,
+            num_single, self._page_table[:num_single] if num_single else None,
+        )  # fmt: skip
         return self._without_padded_ids(prefill_step(self._operators, tokens))
 
-    def _whole(self, bucket: int, window: int | None) -> tuple[Chunk, ...]:
-        mask = None
-        if window is not None and window < bucket:
-            mask = causal_mask(bucket, 0, 0, window, self._turns.dtype, self._turns.device)
-        return (Chunk(0, 1, bucket, bucket, mask=mask),)
+    def _prompts(self, shape: StepShape, window: int | None) -> Chunk | PackedRows:
+        begin, num_tokens = shape.num_single, shape.num_tokens
+        window = None if window is None or window >= num_tokens else window
+        if shape.num_prompts > 1:
+            starts = self._starts[: shape.num_prompts + 2]
+            return PackedRows(begin, begin + num_tokens, starts, num_tokens, window=window)
+        if window is None:
+            return Chunk(0, num_tokens, num_tokens)
+        return PackedRows(0, num_tokens, self._whole_starts[num_tokens], num_tokens, (num_tokens,), window)
 
-    def _is_due(self, bucket: int) -> bool:
-        """Whether a prompt of the bucket, which has come, is to be padded to it."""
+    def _is_due(self, shape: StepShape) -> bool:
+        """Whether a step of the shape, which has come, is to be padded to it."""
         return True
 
     @abstractmethod
-    def _run(self, bucket: int) -> torch.Tensor: ...
+    def _run(self, shape: StepShape) -> torch.Tensor:
+        """Logits `[shape.num_logits, local_vocab]` of the step on what is in the buffers."""
+
+
+def _prompts_in(bucket: int) -> int:
+    return max(LEAST_PROMPTS, bucket // TOKENS_A_PROMPT)
 
 
 class TwinPrefill(_BucketedPrefill):
     """Padded steps without graphs, on any device: the prefill of CPU tests."""
 
-    def _run(self, bucket: int) -> torch.Tensor:
-        return self._step(bucket)
+    def _run(self, shape: StepShape) -> torch.Tensor:
+        return self._step(shape)
 
 
 class GraphPrefill(_BucketedPrefill):
-    """Padded steps in graphs on a GPU, for prompts of up to `graph_tokens` tokens (0: none).
+    """Padded steps in graphs on a GPU, of up to `graph_tokens` new tokens (0: none).
 
     `stock_up()` lets torch hold memory for steps to come, on the current stream, and is called while no rank runs anything: for
     ranks that share a GPU, who may not ask for any in mid-step (`engine/loading.py`).
@@ -143,25 +240,25 @@ class GraphPrefill(_BucketedPrefill):
     ):
         super().__init__(operators, limits, graph_tokens)
         self._stock_up = stock_up
-        self._asked_for: set[int] = set()
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._asked_for: set[StepShape] = set()
+        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         if self._buckets:
             self.description = f"graphs up to {self._graph_tokens} tokens, kernels one by one above"
 
-    def _is_due(self, bucket: int) -> bool:
-        is_due = bucket in self._asked_for
-        self._asked_for.add(bucket)
+    def _is_due(self, shape: StepShape) -> bool:
+        is_due = shape in self._asked_for
+        self._asked_for.add(shape)
         return is_due
 
-    def _run(self, bucket: int) -> torch.Tensor:
-        if bucket not in self._graphs:
-            return self._first_run(bucket)
-        graph, logits = self._graphs[bucket]
+    def _run(self, shape: StepShape) -> torch.Tensor:
+        if shape not in self._graphs:
+            return self._first_run(shape)
+        graph, logits = self._graphs[shape]
         graph.replay()
         return logits
 
-    def _first_run(self, bucket: int) -> torch.Tensor:
+    def _first_run(self, shape: StepShape) -> torch.Tensor:
         """Compute the padded step plainly, which makes the libraries' workspaces as well, then capture it for the next. Waits."""
         comm = self._operators.comm
         torch.cuda.synchronize()
@@ -169,15 +266,15 @@ class GraphPrefill(_BucketedPrefill):
         with torch.cuda.stream(self._stream):
             self._stock_up()
             comm.barrier()
-            found = self._step(bucket)
+            found = self._step(shape)
         torch.cuda.synchronize()
         # A capture frees and takes memory: where ranks share a GPU, nobody runs any while somebody captures.
         comm.barrier()
         graph = torch.cuda.CUDAGraph()
         # Other threads (rows being read, the watch over the peers) may do as they please meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            logits = self._step(bucket)
-        self._graphs[bucket] = graph, logits
+            logits = self._step(shape)
+        self._graphs[shape] = graph, logits
         self._stock_up()
         comm.barrier()
         return found

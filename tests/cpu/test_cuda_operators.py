@@ -131,7 +131,12 @@ def twin_kernels(monkeypatch):
 def test_the_wiring(family, has_attention, most_rows, size, tmp_path, twin_kernels):
     windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1} if family == "qwen2" else {}
     folder = save_model(make_model(family, max_position_embeddings=128, **windows), tmp_path)
-    gemvs = []
+    gemvs, shapes = [], set()
+
+    class SeenPrefill(TwinPrefill):
+        def _run(self, shape):
+            shapes.add(shape)
+            return super()._run(shape)
 
     def bursts(replica):
         step, max_context = replica.backend, replica.scheduler.limits.max_model_len
@@ -139,7 +144,7 @@ def test_the_wiring(family, has_attention, most_rows, size, tmp_path, twin_kerne
         gemvs.append(TwinGemv(most_rows))
         ends = EndKernels(*[None] * 7)
         operators = CudaOperators(step, replica.full_vocab, TwinPeers(replica.comm), attention, gemvs[-1], ends)
-        replica.backend = TwinPrefill(operators, replica.scheduler.limits, graph_tokens=16)
+        replica.backend = SeenPrefill(operators, replica.scheduler.limits, graph_tokens=64)
         max_pages = -(-max_context // step.kv.page_size)
         return TwinBurst(operators, RowState(8, max_pages, replica.full_vocab, CPU, replica.comm.check))
 
@@ -155,10 +160,11 @@ def test_the_wiring(family, has_attention, most_rows, size, tmp_path, twin_kerne
     ]
     plain, run = answer(folder, filtered(), size), answer(folder, filtered(), size, bursts=bursts)
     assert run.answers == plain.answers and run.stats.num_waits == 0
-    # Chunks of prompts beside rows that decode, and prompts alone in a bucket.
-    for settings in ({"max_step_tokens": 9}, {"max_batch": 1}):
+    # Chunks of prompts beside rows that decode, prompts alone in a bucket, and whole prompts beside rows that decode.
+    for settings in ({"max_step_tokens": 9}, {"max_batch": 1}, {"max_batch": 2}):
         assert answer(folder, rows(), size, bursts=bursts, **settings).answers == answer(folder, rows(), size).answers
     assert (gemvs[0].num_products > 0) == (most_rows > 0)
+    assert any(shape.num_prompts > 1 for shape in shapes) and any(shape.num_single for shape in shapes) == has_attention
 
 
 @pytest.mark.parametrize("most_rows", (0, 2, 16))

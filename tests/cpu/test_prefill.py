@@ -10,7 +10,7 @@ import torch
 
 from comm.single import SingleCommunicator
 from engine.graph.operators import TorchOperators
-from engine.graph.prefill import BUCKETS, GraphPrefill, TwinPrefill, buckets_up_to
+from engine.graph.prefill import BUCKETS, GraphPrefill, StepShape, TwinPrefill, buckets_up_to
 from engine.replica import build_batch
 from engine.scheduler import Limits, ScheduledRow
 from engine.sequence import Sequence
@@ -19,7 +19,7 @@ from tests.cpu.test_burst import prompts
 from tests.cpu.test_eager import make_step, page_tables, prompt
 from tests.cpu.tiny import make_model, save_model
 
-BORDERS = sorted({1, 2} | {bucket + offset for bucket in BUCKETS for offset in (-1, 0, 1)})
+BORDERS = sorted({1, 2} | {bucket + offset for bucket in BUCKETS if bucket <= 512 for offset in (-1, 0, 1)})
 TOLERANCE = 1e-4  # fp32, logits of magnitude about 10: sums in another order, two layers deep
 FAMILIES = {
     "qwen2": {},
@@ -53,16 +53,30 @@ def test_buckets():
     assert buckets_up_to(0) == ()
     assert buckets_up_to(1) == buckets_up_to(16) == (16,)
     assert buckets_up_to(17) == (16, 32)
-    assert buckets_up_to(512) == buckets_up_to(9999) == BUCKETS
+    assert buckets_up_to(512)[-1] == 512 and buckets_up_to(2048) == buckets_up_to(9999) == BUCKETS
 
 
 def test_which_prompts_take_which_bucket(folders):
     step = make_step(folders["qwen2"], SingleCommunicator())
     operators = TorchOperators(step.config, step.plan, step.weights, step.comm, step.kv, 131)
     backend = TwinPrefill(operators, Limits(4, 200, 1024), graph_tokens=512)
-    assert [backend.bucket(1, length) for length in (1, 16, 17, 128, 129, 200, 201)] == [16, 16, 32, 128, 192, 256, None]
-    assert backend.bucket(2, 5) is None
-    assert TwinPrefill(operators, Limits(4, 200, 1024), graph_tokens=0).bucket(1, 5) is None
+    found = [backend.shape_for(0, [length]) for length in (1, 16, 17, 128, 129, 200)]
+    assert found == [StepShape(0, bucket, 1) for bucket in (16, 16, 32, 128, 192, 256)]
+    assert backend.shape_for(0, [201]) is None and backend.shape_for(0, []) is None
+    # Several together: as many tokens and as many prompts as a bucket has room for.
+    assert backend.shape_for(0, [5, 6]) == StepShape(0, 16, 4) and backend.shape_for(0, [100, 101]) is None
+    assert [backend.shape_for(0, [1] * count).num_tokens for count in (4, 5, 8, 9)] == [16, 128, 128, 192]
+    assert backend.shape_for(1, [5]) is None  # torch's operators take no rows of one token apart
+    assert TwinPrefill(operators, Limits(4, 200, 1024), graph_tokens=0).shape_for(0, [5]) is None
+
+
+def test_rows_that_decode_take_few_shapes(folders):
+    step = make_step(folders["qwen2"], SingleCommunicator())
+    operators = TorchOperators(step.config, step.plan, step.weights, step.comm, step.kv, 131)
+    operators.most_single = 40
+    backend = TwinPrefill(operators, Limits(99, 4096, 1024), graph_tokens=512)
+    found = [backend.shape_for(count, [300, 200]).num_single for count in (0, 1, 4, 5, 16, 17, 40)]
+    assert found == [0, 4, 4, 16, 16, 40, 40] and backend.shape_for(41, [300]) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -157,13 +171,13 @@ def test_a_bucket_is_captured_by_its_second_prompt(folders, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     backend = GraphPrefill(operators, Limits(4, 512, 1024), 512)
     padded = []
-    monkeypatch.setattr(backend, "_run", lambda bucket: padded.append(bucket) or backend._step(bucket))
+    monkeypatch.setattr(backend, "_run", lambda shape: padded.append(shape) or backend._step(shape))
     found = []
     for length in (20, 100, 30, 100, 20):
         sequence = Sequence(0, prompt(length), length, 999, pages=list(range(32)))
         batch = build_batch([ScheduledRow.of(sequence, length)], step.kv.page_size, step.device)
         found.append((length, backend.run(batch).clone()))
-    assert padded == [32, 128, 32]
+    assert padded == [StepShape(0, bucket, 1) for bucket in (32, 128, 32)]
     for (_, plain), (_, later) in ((found[0], found[4]), (found[1], found[3])):
         torch.testing.assert_close(later, plain, atol=TOLERANCE, rtol=0)
 
@@ -188,7 +202,7 @@ def test_a_capture_keeps_to_the_order_of_ranks_that_share_a_gpu(folders, monkeyp
     monkeypatch.setattr(step.comm, "barrier", lambda: calls.append("barrier"))
     backend = GraphPrefill(operators, Limits(4, 512, 1024), 512, stock_up=lambda: calls.append("stock up"))
     run_step = backend._step
-    monkeypatch.setattr(backend, "_step", lambda bucket: calls.append("step") or run_step(bucket))
+    monkeypatch.setattr(backend, "_step", lambda shape: calls.append("step") or run_step(shape))
     sequence = Sequence(0, prompt(20), 20, 999, pages=list(range(8)))
     batch = build_batch([ScheduledRow.of(sequence, 20)], step.kv.page_size, step.device)
     plain, first, replayed = (backend.run(batch).clone() for _ in range(3))

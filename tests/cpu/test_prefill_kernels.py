@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.add_norm import add_norm, launch_add_norm
-from kernels.chunk_attention import Chunk, chunk_attention, join_chunks, plan_chunk
+from kernels.chunk_attention import Chunk, PackedRows, chunk_attention, packed_mask, plan_chunk
 from kernels.kv_write import kv_write
 from kernels.paged_attention import paged_attention, plan_row
 from kernels.rms_norm import rms_norm
@@ -73,23 +73,48 @@ def test_chunk_attention_is_paged_attention(window):
     is_slice = [isinstance(chunk.cached, slice) for chunk in chunks]
     assert is_slice[2:4] == [True, True] and isinstance(chunks[4].cached, torch.Tensor) and chunks[0].cached is None
     wanted = paged_attention(qkv[:, :num_q], keys, values, plans, torch.empty(num_tokens, num_q, 16))
-    joined = join_chunks(chunks)
-    assert len(joined) == len(ROWS) - (window in (None, 100))
     before = qkv.clone()
-    found = chunk_attention(qkv, keys, values, joined, size)
-    torch.testing.assert_close(found, wanted, atol=2e-6, rtol=0)
-    assert torch.equal(qkv, before)
-    # With a place for the result, only the chunks' tokens are written.
-    out = torch.full((num_tokens, num_q, 16), 7.0)
-    chunk_attention(qkv, keys, values, joined[1:], size, out)
-    assert (out[: joined[0].end] == 7.0).all()
-    torch.testing.assert_close(out[joined[0].end :], wanted[joined[0].end :], atol=2e-6, rtol=0)
+    for lengths in (None, (9, 9)):  # the first two rows together, and one by one
+        packed = PackedRows(0, 18, torch.tensor([0, 9, 18], dtype=torch.int32), 9, lengths, window)
+        for joined in (chunks, [packed, *chunks[2:]]):
+            found = chunk_attention(qkv, keys, values, joined, size)
+            torch.testing.assert_close(found, wanted, atol=2e-6, rtol=0)
+            assert torch.equal(qkv, before)
+            # With a place for the result, only the chunks' tokens are written.
+            out, end = torch.full((num_tokens, num_q, 16), 7.0), joined[0].end
+            chunk_attention(qkv, keys, values, joined[1:], size, out)
+            assert (out[:end] == 7.0).all()
+            torch.testing.assert_close(out[end:], wanted[end:], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("window", (None, 1, 3, 50))
+@pytest.mark.parametrize("lengths", ((1, 1, 1), (5, 1, 12, 2), (7, 0, 0), (3, 0, 4)))
+def test_packed_rows_attend_each_for_itself(lengths, window):
+    """Rows of no tokens are those that a captured step has too many of."""
+    num_q, num_kv, total = 4, 2, sum(lengths)
+    qkv, cache = rand(total, num_q + 2 * num_kv, 16), rand(8, num_kv, 16)
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    wanted, at = torch.empty(total, num_q, 16), 0
+    for length in filter(None, lengths):
+        pages = list(range(length))
+        chunk = plan_chunk(at, length, 0, pages, torch.tensor(pages), 4, window, torch.float32)
+        chunk_attention(qkv, cache, cache, (chunk,), 4, wanted)
+        at += length
+    for known in (None, tuple(filter(None, lengths))):
+        found = chunk_attention(qkv, cache, cache, (PackedRows(0, total, starts, max(lengths), known, window),), 4)
+        torch.testing.assert_close(found, wanted, atol=2e-6, rtol=0)
+
+
+def test_the_mask_of_packed_rows():
+    starts = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
+    seen = packed_mask(PackedRows(0, 5, starts, 3, window=2), torch.float32) == 0.0
+    assert seen.int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
 
 
 def test_one_chunk_that_is_all_needs_no_copy():
     qkv, cache = rand(6, 4, 16), rand(8, 1, 16)
-    found = chunk_attention(qkv, cache, cache, (Chunk(0, 1, 6, 6),), 4)
-    apart = chunk_attention(qkv, cache, cache, (Chunk(0, 1, 6, 6),), 4, torch.empty(6, 2, 16))
+    found = chunk_attention(qkv, cache, cache, (Chunk(0, 6, 6),), 4)
+    apart = chunk_attention(qkv, cache, cache, (Chunk(0, 6, 6),), 4, torch.empty(6, 2, 16))
     assert found.shape == (6, 2, 16) and torch.equal(found, apart)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_every_border_of_the_buckets(folders, family, steps):
     wanted = answer_on_gpu(eager, rows(BORDERS))
     for _ in range(2):
         assert answer_on_gpu(graph, rows(BORDERS)).answers == wanted.answers
-    assert sorted(graph.backend._graphs) == [16, 32, 64, 128, 192, 256, 384, 512]
+    assert sorted(shape.num_tokens for shape in graph.backend._graphs) == [16, 32, 64, 128, 192, 256, 384, 512]  # fp32: no more
 
 
 @pytest.mark.parametrize("family", ("qwen2", "qwen3", "window", "narrow"))
@@ -63,6 +64,38 @@ def test_chunks_and_mixed_steps(folders, family):
                      {"max_batch": 2, "graph_tokens": 0}):  # fmt: skip
         run = answer_on_gpu(open_replica(folders[family], "cuda", **settings), rows(lengths, 30))
         assert run.answers == wanted.answers, settings
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("family", ("qwen2", "qwen3", "window"))
+def test_prompts_beside_rows_that_decode_from_graphs(folders, family, dtype):
+    """Rows of many lengths come and go: every padded step gives the logits of the step launched one by one (fp32: the tokens of
+    eager steps), when it is captured and when it is replayed."""
+    lengths = [3, 90, 17, 64, 1, 33, 200, 5, 128, 50, 20, 77] * 3
+    from engine.graph.prefill import PrefillStep
+
+    def requests():
+        """They end one after the other, so that most steps that let rows in have others that decode."""
+        return [replace(each, params=replace(each.params, max_tokens=4 + idx % 7)) for idx, each in enumerate(rows(lengths))]
+
+    graph = open_replica(folders[family], "cuda", max_batch=6, dtype=dtype)
+    backend, found = graph.backend, []
+
+    def both(batch, marks=None):
+        logits = type(backend).run(backend, batch).clone()
+        wanted = PrefillStep.run(backend, batch)
+        scale = 1e-3 if dtype == "float32" else 0.1
+        found.append(float((logits - wanted)[:, :VOCAB].abs().max()))
+        assert found[-1] < scale, (found, [row.num_tokens for row in batch.rows])
+        return logits
+
+    backend.run = both
+    run = answer_on_gpu(graph, requests())
+    mixed = [shape for shape in backend._graphs if shape.num_single]
+    print(f"{family} {dtype}: {len(found)} steps, most {max(found):.2g} apart; {len(backend._graphs)} graphs, {len(mixed)} mixed")
+    assert len(mixed) >= 2 and any(shape.num_prompts > 1 for shape in backend._graphs)
+    if dtype == "float32":
+        assert run.answers == answer_on_gpu(open_replica(folders[family], "eager", max_batch=6), requests()).answers
 
 
 def scaled_twin(x, weight, bias=None):

@@ -7,7 +7,7 @@ import torch
 
 from kernels.add_norm import add_norm, launch_add_norm, load_add_norm
 from kernels.build import Build, default_cache_folder
-from kernels.chunk_attention import chunk_attention, join_chunks, plan_chunk
+from kernels.chunk_attention import PackedRows, chunk_attention, plan_chunk
 from kernels.fp8_linear import open_scaled_linear, scaled_linear
 from kernels.paged_attention import paged_attention, plan_row
 from kernels.quantize import FP8, quantize
@@ -100,9 +100,43 @@ def test_chunk_attention(dtype, is_scattered, window, num_q, num_kv, dim):
         chunks.append(plan_chunk(start, count, context, pages, page_ids, size, window, dtype))
         start += count
     wanted = paged_attention(qkv[:, :num_q], keys, values, plans, torch.empty(num_tokens, num_q, dim, device="cuda", dtype=dtype))
-    found = chunk_attention(qkv, keys, values, join_chunks(chunks), size)
     scale = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}[dtype]
-    torch.testing.assert_close(found, wanted, atol=scale, rtol=scale)
+    starts = torch.tensor([0, 200, 400], dtype=torch.int32, device="cuda")
+    for packed in ([], [PackedRows(0, 400, starts, 200, (200, 200), window)], [PackedRows(0, 400, starts, 400, None, window)]):
+        found = chunk_attention(qkv, keys, values, [*packed, *chunks[2 * len(packed) :]], size)
+        torch.testing.assert_close(found, wanted, atol=scale, rtol=scale)
+
+
+@pytest.mark.parametrize("window", (None, 1, 100))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_q, num_kv, dim", [(28, 4, 128), (14, 2, 64), (4, 4, 24)])
+def test_packed_rows_in_a_graph(dtype, window, num_q, num_kv, dim):
+    """Rows whose lengths only the device knows change between replays; the last one is padding, and some have no tokens."""
+    total, room = 512, 9
+    qkv = rand(total, num_q + 2 * num_kv, dim, dtype=dtype, seed=3)
+    cache = rand(16, num_kv, dim, dtype=dtype, seed=1)
+    starts = torch.zeros(room + 1, dtype=torch.int32, device="cuda")
+    rows = PackedRows(0, total, starts, total, window=window)
+    chunk_attention(qkv, cache, cache, (rows,), 16)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chunk_attention(qkv, cache, cache, (rows,), 16)
+    scale = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}[dtype]
+    for lengths in ((512,), (1, 511), (64, 65, 128, 129, 1, 1, 3), (2, 2, 2, 2, 2, 2, 2, 2)):
+        ends = [sum(lengths[: idx + 1]) for idx in range(len(lengths))]
+        starts.copy_(torch.tensor([0, *ends, *[total] * (room - len(lengths))]))
+        found.fill_(NAN)
+        graph.replay()
+        at = 0
+        for length in (*lengths, total - sum(lengths)):
+            if length:
+                pages = torch.arange(-(-length // 16), device="cuda")
+                chunk = plan_chunk(0, length, 0, pages.tolist(), pages, 16, window, torch.float32)
+                own = qkv[at : at + length].float()
+                wanted = chunk_attention(own, cache.float(), cache.float(), (chunk,), 16)
+                torch.testing.assert_close(found[at : at + length].float(), wanted, atol=scale, rtol=scale)
+            at += length
 
 
 @pytest.mark.parametrize("rows, width", [(17, 64), (512, 8192), (3, 29568), (1, 8)])
