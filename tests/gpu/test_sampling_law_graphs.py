@@ -1,6 +1,6 @@
 """Graphs with drafts draw from the target's law, under every option they take; acceptance that is wrong is found out.
 
-`python -m pytest -q -s tests/gpu/test_sampling_law.py`, about 20 s.
+`python -m pytest -q -s tests/gpu/test_sampling_law_graphs.py` prints how far each statistic is from its limit.
 """
 
 from __future__ import annotations
