@@ -1,9 +1,11 @@
 """Put-with-signal latency between two GPUs, us a hop: messages to and fro in one CUDA graph, each waiting for the one before.
 
-A hop is from one rank's payload to the other's copy of it. Two ways to make it: `put+take`, a kernel each, as an application with
-work of its own between the two has it; and `relay`, one kernel that takes a message and passes it on. The ceiling is a bare
-packet in one kernel that never ends (`comm/link_echo.py`), measured in the same run. Every case is checked before it is timed,
-eagerly and replayed. The median of repeats, the maximum over ranks. Start it with torchrun, two ranks on two GPUs.
+A hop is from one rank's payload to the other's copy of it. Three ways to make it: `put+take`, a kernel each, as an application
+with work of its own between the two has it; `relay`, one kernel that takes a message and passes it on; and `hand-off`, put, take
+and the first kernel of the step that verifies drafts, which reads what was taken: what drafts of another rank cost a step, for
+messages of the sizes that drafts have. The ceiling is a bare packet in one kernel that never ends (`comm/link_echo.py`), measured
+in the same run. Every case is checked before it is timed, eagerly and replayed. The median of repeats, the maximum over ranks.
+Start it with torchrun, two ranks on two GPUs.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from comm.device_kernels import load_link_echo, load_signal
 from comm.device_signal import DeviceSignalChannel
 from comm.device_watch import DeviceWatch
+from comm.draft_channels import MAX_DRAFT_BYTES
 from comm.heap import Layout
 from comm.heap_ipc import IpcHeap
 from comm.link_echo import LinkEcho
@@ -30,7 +33,7 @@ from engine.bench.records import Record, commit
 from kernels.build import Build, default_cache_folder
 from launch.environment import Environment
 
-SIZES = (64, 512, 4096)
+SIZES = (32, 64, 512, 1024, MAX_DRAFT_BYTES, 4096)  # of drafts: 4 and 8 of one row, 4 and 8 of 16 rows, 16 of 16
 ROUNDS = 50  # there-and-backs a graph
 CHECKS = 20  # replays that are checked
 ECHO_ROUNDS = 2000
@@ -109,6 +112,19 @@ def by_put_and_take(rank: int, there: DeviceSignalChannel, back: DeviceSignalCha
     return body
 
 
+def by_hand_off(rank: int, there: DeviceSignalChannel, back: DeviceSignalChannel) -> Body:
+    def body(x: torch.Tensor, y: torch.Tensor) -> None:
+        for index in range(ROUNDS):
+            if rank == 0:
+                there.put(x if index == 0 else y)
+            (back if rank == 0 else there).take(y)
+            torch.cat((x[:1], y))  # as `engine.graph.speculative_step` begins to verify; it ends before the next put begins
+            if rank == 1:
+                back.put(y)
+
+    return body
+
+
 def by_relay(rank: int, there: DeviceSignalChannel, back: DeviceSignalChannel) -> Body:
     def body(x: torch.Tensor, y: torch.Tensor) -> None:
         if rank == 1:
@@ -134,6 +150,9 @@ def by_nccl(rank: int, group: dist.ProcessGroup) -> Body:
                 dist.send(y, 0, group=group)
 
     return body
+
+
+WAYS = {"put+take": by_put_and_take, "relay": by_relay, "hand-off": by_hand_off}
 
 
 def stem_of(wait: str, is_writes_only: bool, way: str) -> str:
@@ -176,7 +195,10 @@ def main(repeats: int, nccl: bool, record: Path | None) -> None:
             for way, producer in (("there", 0), ("back", 1))
         )  # fmt: skip
         for num_bytes in SIZES:
-            for launches, body in (("put+take", by_put_and_take(rank, there, back)), ("relay", by_relay(rank, there, back))):
+            for launches, make_body in WAYS.items():
+                if launches == "hand-off" and num_bytes > MAX_DRAFT_BYTES:
+                    continue
+                body = make_body(rank, there, back)
                 us = bench.time_hop(body, num_bytes, f"{wait} {there.shape} {launches} {num_bytes} bytes")
                 gpus.say(f"{num_bytes:5d} B  {wait:6} {there.shape:6} {launches:8}  {us:6.2f} us a hop")
                 if rank == 0 and record is not None:

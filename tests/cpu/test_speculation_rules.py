@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from engine.drafts.speculation import HISTORY_PROPOSALS, POOR_INTERVAL_STEPS, Dr
 from engine.sampler import SamplerState
 from engine.sampling_params import SamplingParams
 from engine.text import Text
+from engine.token_rules import TokenRules
 from tests.cpu.drafters import oracle, scripted_model
 from tests.cpu.engine_harness import answer_scripted, request
 from tests.cpu.test_generation import prompts
 from tests.cpu.tiny_tokenizer import build_tiny_tokenizer
+from tests.sampling_law import excess, filtered
 
 
 @pytest.fixture(scope="module")
@@ -59,28 +62,6 @@ def markov(table: torch.Tensor):
     return lambda token_id, position: logits[token_id]
 
 
-def filtered(probabilities: list[float], temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, logit_bias=()) -> list[float]:
-    """The law after the options, written out anew."""
-    bias = dict(logit_bias)
-    weights = [(p * math.exp(bias.get(idx, 0.0))) ** (1 / temperature) for idx, p in enumerate(probabilities)]
-    order = sorted(range(5), key=lambda idx: (-weights[idx], idx))
-    kept, before = [], 0.0
-    considered = order[: top_k or 5]
-    total = sum(weights[idx] for idx in considered)
-    for idx in considered:
-        if before < top_p * total and weights[idx] >= min_p * weights[order[0]]:
-            kept.append(idx)
-        before += weights[idx]
-    mass = sum(weights[idx] for idx in kept)
-    return [weights[idx] / mass if idx in kept else 0.0 for idx in range(5)]
-
-
-def chi_square(counts: dict, expected: dict) -> tuple[float, int]:
-    assert all(expected[cell] > 0 for cell in counts), "a token outside the law"
-    cells = [cell for cell, number in expected.items() if number > 0]
-    return sum((counts.get(cell, 0) - expected[cell]) ** 2 / expected[cell] for cell in cells), len(cells) - 1
-
-
 FILTERS = [
     {},
     {"temperature": 0.6},
@@ -100,17 +81,11 @@ def test_the_law_of_the_text_is_the_targets(options):
     speculation = scripted_model(markov(DRAFT), 5, num_drafts=2)
     run = answer_scripted(markov(TARGET), items, ByteText(5), speculation=speculation)
     assert run.drafts.num_accepted > 200 and run.drafts.num_proposed - run.drafts.num_accepted > 200
-    expected: dict[tuple[int, int], float] = {}
-    for first, second in itertools.product(range(5), repeat=2):
-        pair = filtered(TARGET[0].tolist(), **options)[first] * filtered(TARGET[first].tolist(), **options)[second]
-        expected[first, second] = num_rows * pair
-    counts: dict[tuple[int, int], int] = {}
-    for tokens in run.token_ids:
-        counts[tokens[0], tokens[1]] = counts.get((tokens[0], tokens[1]), 0) + 1
-    statistic, freedom = chi_square(counts, expected)
-    # The 99.9 % point, by Wilson and Hilferty; the rows are fixed, so this never fails by chance.
-    limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
-    assert statistic < limit
+    kind = {"temperature": options.pop("temperature"), "rules": TokenRules(**options), "num_output": 0}
+    first_law, *laws = (filtered(row.log().tolist(), **kind) for row in (TARGET[0], *TARGET))
+    law = {(first, second): first_law[first] * laws[first][second] for first, second in itertools.product(range(5), repeat=2)}
+    counts = Counter(tuple(tokens[:2]) for tokens in run.token_ids)
+    assert excess(counts, {text: p for text, p in law.items() if p > 0}) < 1
 
 
 # -- case 101: where a row ends --------------------------------------------------------------------------------------

@@ -30,6 +30,12 @@ RULES = {
 }
 FOUR = FixedDepth(4)
 PENALTIES = {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4}
+PENALISED = (
+    PENALTIES,
+    {"repetition_penalty": 1.3},
+    {"temperature": 1.0, "presence_penalty": 0.5},
+    {"temperature": 0.8, "frequency_penalty": -0.4, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+)
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +146,13 @@ def test_stops_inside_of_accepted_runs(folder):
         run_with(folder, make_rows, twin_draft_model(folder), FixedDepth(5))
 
 
-def test_rows_that_what_they_said_bears_on_are_not_guessed_for(folder):
-    run = run_with(folder, partial(rows, 3, **PENALTIES), ngram)
+@pytest.mark.parametrize("options", PENALISED, ids=lambda options: "-".join(options))
+def test_rows_that_what_they_said_bears_on_are_not_guessed_for(folder, options):
+    run = run_with(folder, partial(rows, 3, **options), twin_draft_model(folder))
     assert run.drafts.num_proposals == 0 and run.stats.num_waits == 0
 
+
+def test_one_row_with_penalties_stops_the_guesses_for_all_until_it_ends(folder):
     def make_rows():
         return [*rows(2, 40), request(TEXTS[5], 9, max_tokens=8, **PENALTIES)]
 

@@ -133,6 +133,15 @@ def test_no_step_with_drafts_waits_for_the_device(folders):
     assert all(few == many for few, many in counts.values()), "40 tokens more wait no more"
 
 
+@pytest.mark.parametrize("options", ({"repetition_penalty": 1.3}, {"temperature": 0.9, "top_k": 30, "presence_penalty": 0.5}))
+def test_rows_with_penalties_get_no_drafts(folders, options):
+    wanted = answer_on_gpu(open_replica(folders["qwen2"], "eager", max_batch=3), rows((20, 30, 40), **options))
+    replica = open_replica(folders["qwen2"], "cuda", max_batch=3, draft_model=str(folders["qwen2"]))
+    run = answer_on_gpu(replica, rows((20, 30, 40), **options), speculation=speculate(4))
+    assert run.answers == wanted.answers and run.drafts.num_proposals == 0
+    assert answer_on_gpu(replica, rows((20, 30, 40)), speculation=speculate(4)).drafts.num_proposals > 0
+
+
 def test_few_pages_and_stops(folders):
     pages = {"kv_memory_bytes": 40 * 2 * 2 * 16 * 2 * 64 * 4, "max_batch": 9, "max_model_len": 256}
     requests = lambda: rows((60, 50, 70, 30, 20, 10, 90), 100)  # noqa: E731
