@@ -113,7 +113,7 @@ class FlashInferAttention:
         rows = out.shape[0]
         launch_decode_write(
             self._write, qkv, self._turns, positions, page_table, self._queries[:rows], keys, values, self._lengths[:rows],
-            self.page_size, is_pdl=self._is_pdl,
+            self.page_size, self._is_pdl,
         )  # fmt: skip
         return self.attend(page_table, keys, values, out)
 

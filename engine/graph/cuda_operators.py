@@ -24,7 +24,6 @@ from kernels.advance_rows import launch_advance_rows, load_advance_rows
 from kernels.build import Build, default_cache_folder
 from kernels.chunk_attention import chunk_attention
 from kernels.decode_attention import DecodeAttention, HeadNorms
-from kernels.decode_write import launch_decode_write, load_decode_write
 from kernels.elements import VECTOR_BYTES
 from kernels.embed import MAX_ROWS as MAX_EMBED_ROWS
 from kernels.embed import launch_embed, load_embed
@@ -33,7 +32,7 @@ from kernels.fp8_linear import ScaledLinear, open_scaled_linear
 from kernels.gemv import Gemv, load_gemv
 from kernels.launch_kernel import Kernel
 from kernels.quantize import Fp8Weight
-from kernels.rotary_write import launch_rotary_write, load_rotary_write, rotary_write, takes_rotary_write
+from kernels.rotary_write import NO_SLOT, launch_rotary_write, load_rotary_write, rotary_write, takes_rotary_write
 from kernels.silu_mul import MAX_ROWS as MAX_SILU_ROWS
 from kernels.silu_mul import launch_silu_mul, load_silu_mul, silu_mul
 
@@ -42,7 +41,7 @@ FUSED_ROWS = 64  # up to here the sum, the residual and the norm are one kernel;
 
 @dataclass(frozen=True)
 class EndKernels:
-    """The small kernels: how a step begins and ends, and what lies between products of steps of many tokens or with drafts."""
+    """The small kernels: how a step begins and ends, and of steps of many tokens what lies between their products."""
 
     embed: Kernel
     silu_mul: Kernel
@@ -51,7 +50,15 @@ class EndKernels:
     accept: Kernel
     add_norm: Kernel
     rotary_write: Kernel
-    decode_write: Kernel
+
+
+@dataclass(frozen=True)
+class ChainedRows:
+    """Rows of which some are tokens of the same row; `slots` int64 `[rows]` and `turns` `[rows, head_dim]`: of each."""
+
+    rows: DeviceRows
+    slots: torch.Tensor
+    turns: torch.Tensor
 
 
 class CudaOperators(TorchOperators):
@@ -86,7 +93,15 @@ class CudaOperators(TorchOperators):
         self.most_single = 0 if attention is None else attention.max_rows
 
     def prepare(self, rows: DeviceRows) -> Any:
-        return super().prepare(rows) if self._attention is None else rows
+        if self._attention is None:
+            return super().prepare(rows)
+        return self._prepare_chained(rows) if rows.is_chained else rows
+
+    def _prepare_chained(self, rows: DeviceRows) -> ChainedRows:
+        positions, size = rows.positions.clamp(min=0), self.kv.page_size
+        pages = rows.page_table.gather(1, (positions // size)[:, None])[:, 0]
+        slots = torch.where(rows.positions < 0, NO_SLOT, pages * size + positions % size)
+        return ChainedRows(rows, slots, self._attention.turns.index_select(0, positions))
 
     def embed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         table, num_rows = self.weights.embedding, token_ids.numel()
@@ -117,29 +132,26 @@ class CudaOperators(TorchOperators):
     def attention(self, shared: Any, layer_idx: int, qkv: torch.Tensor) -> torch.Tensor:
         if self._attention is None:
             return super().attention(shared, layer_idx, self._rounded(qkv))
+        if isinstance(shared, ChainedRows):
+            return self._attend_chained(shared, layer_idx, qkv)
         num_q, num_kv, head_dim = self.plan.local_q_heads, self.plan.local_kv_heads, self.config.head_dim
-        out = torch.empty(len(shared), num_q, head_dim, dtype=self.kv.keys.dtype, device=qkv.device)
+        heads = torch.empty(len(shared), num_q, head_dim, dtype=self.kv.keys.dtype, device=qkv.device)
         qkv = qkv.view(*qkv.shape[:-1], num_q + 2 * num_kv, head_dim)
         is_early = layer_idx > 0 or not shared.is_fresh
-        if shared.is_chained:
-            return self._attend_chained(shared, layer_idx, qkv, out, is_early).flatten(1)
-        return self._attend_rows(layer_idx, qkv, shared.positions, shared.page_table, out, is_early).flatten(1)
+        return self._attend_rows(layer_idx, qkv, shared.positions, shared.page_table, heads, is_early).flatten(1)
 
-    def _attend_chained(
-        self, rows: DeviceRows, layer_idx: int, qkv: torch.Tensor, out: torch.Tensor, is_early: bool
-    ) -> torch.Tensor:
-        """All keys and values are written first, then every token reads those before it, its row's other new ones among them.
-        `is_early`: of `launch_decode_write`."""
+    def _attend_chained(self, shared: ChainedRows, layer_idx: int, qkv: torch.Tensor) -> torch.Tensor:
+        """All keys and values are written first, then every token reads those before it, its row's other new ones among them."""
+        heads, rows = self._heads_of(self._rounded(qkv)), shared.rows
         keys, values = self.kv.keys[layer_idx], self.kv.values[layer_idx]
-        heads = torch.empty(qkv.shape[-3:], dtype=keys.dtype, device=qkv.device)
-        launch_decode_write(
-            self._ends.decode_write, qkv, self._attention.turns, rows.positions, rows.page_table, heads, keys, values, None,
-            self.kv.page_size, self._norms[layer_idx], is_early=is_early, is_pdl=self._peers.is_one_rank_per_gpu,
-        )  # fmt: skip
+        self._norm_heads(heads, layer_idx)
+        self._write(heads, shared.turns, shared.slots, keys, values)
+        out = torch.empty(len(rows), self.plan.local_q_heads, heads.shape[2], dtype=heads.dtype, device=heads.device)
         window = self.config.windows[layer_idx]
-        return self._attention.launch(
+        self._attention.launch(
             heads, rows.positions, rows.page_table, keys, values, out, window=window, is_early=False, is_rotated=True
         )
+        return out.flatten(1)
 
     def _attend_rows(
         self,
@@ -277,7 +289,6 @@ def open_operators(
         load_accept_drafts(build),
         load_add_norm(build, step.dtype),
         load_rotary_write(build, step.dtype),
-        load_decode_write(build, step.dtype),
     )
     scaled = open_scaled_linear(build) if is_fp8_scaled else None
     is_overlapped = overlap_tokens > 0 and comm.size > 1 and peers.is_one_rank_per_gpu

@@ -14,6 +14,8 @@ __device__ __forceinline__ int head_elem(int part, int i) {
     return part * (HEAD_DIM / 2) + static_cast<int>(threadIdx.x % 32) * HALF_ELEMS + i;
 }
 
+__device__ __forceinline__ float round_to_elem(float value) { return to_float(from_float(value)); }
+
 // A lane's elements of one half of a head, as they lie in memory.
 struct __align__(HALF_ELEMS * sizeof(elem_bits)) HalfElems {
     elem_bits elems[HALF_ELEMS];

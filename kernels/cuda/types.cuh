@@ -45,8 +45,6 @@ __device__ __forceinline__ elem_bits from_float(float value) {
 #endif
 }
 
-__device__ __forceinline__ float round_to_elem(float value) { return to_float(from_float(value)); }
-
 // 8 bytes of elements in registers.
 union Unit {
     u64 word;

@@ -143,7 +143,7 @@ def xqa(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.xqa", module)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flashinfer_attention, "launch_decode_write", lambda kernel, *operands, is_pdl: decode_write(*operands))
+    monkeypatch.setattr(flashinfer_attention, "launch_decode_write", lambda kernel, *operands: decode_write(*operands[:-1]))
     return xqa
 
 

@@ -1,6 +1,6 @@
-"""FlashInfer's decode attention against its torch twin, on one GPU.
+"""FlashInfer's decode attention, and the kernel that runs before it, against their torch twins, on one GPU.
 
-`python -m pytest -q tests/gpu/test_flashinfer_attention.py`. Skipped without FlashInfer. Of heads and pages there
+`python -m pytest -q tests/gpu/test_flashinfer_attention.py`. Attention is skipped without FlashInfer. Of heads and pages there
 are only three sorts, since FlashInfer compiles for each of them; so the launchers are kept.
 """
 
@@ -13,21 +13,21 @@ import torch
 
 from kernels.build import Build, default_cache_folder
 from kernels.decode_attention import decode_attention
-from kernels.decode_write import load_decode_write
+from kernels.decode_write import decode_write, launch_decode_write, load_decode_write
 from kernels.flashinfer_attention import FlashInferAttention, is_installed
 from kernels.rotary import rotary_turns
 from tests.gpu.attention_case import AttentionCase, Step
 
 DEVICE = "cuda"
-BF16 = torch.bfloat16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = 4e-2  # of results of about 1, as for our kernel: weights and results are rounded, keys may be a rounding apart
 # Of heads: a fused product may round to the neighbour of what two roundings give.
-ROUNDING = 4 * torch.finfo(BF16).eps
+ROUNDING = {BF16: 4 * torch.finfo(BF16).eps, FP16: 4 * torch.finfo(FP16).eps, FP32: 4 * torch.finfo(FP32).eps}
 MAX_ROWS, MAX_CONTEXT = 256, 40000
 BUILD = Build(default_cache_folder())
 HEADS = {"group of 7": (28, 4, 128), "group of 8": (8, 1, 128), "group of 7 of 64": (14, 2, 64)}
 BORDERS = (0, 1, 7, 8, 15, 16, 17, 31, 32, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025, -1)
-pytestmark = pytest.mark.skipif(not is_installed(), reason="FlashInfer is not installed")
+needs_flashinfer = pytest.mark.skipif(not is_installed(), reason="FlashInfer is not installed")
 
 
 @cache
@@ -62,15 +62,17 @@ def assert_same(step: Step, wanted: Step) -> None:
     torch.testing.assert_close(step.out, wanted.out, atol=TOLERANCE, rtol=TOLERANCE)
     assert not step.out[step.positions < 0].any(), "a padding row is zeros"
     for found, right in ((step.keys, wanted.keys), (step.values, wanted.values)):
-        torch.testing.assert_close(found, right, atol=ROUNDING, rtol=ROUNDING, equal_nan=True)
+        torch.testing.assert_close(found, right, atol=ROUNDING[BF16], rtol=ROUNDING[BF16], equal_nan=True)
 
 
+@needs_flashinfer
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("parts", [0, 2])
 def test_lengths(heads, parts):
     check(case_of(BORDERS, heads, parts=parts))
 
 
+@needs_flashinfer
 @pytest.mark.parametrize("heads", HEADS)
 def test_few_rows_that_all_sms_share(heads):
     check(case_of((32767,), heads))
@@ -78,11 +80,13 @@ def test_few_rows_that_all_sms_share(heads):
     check(case_of((-1,), heads))
 
 
+@needs_flashinfer
 def test_many_rows_that_share_nothing():
     lengths = torch.randint(-1, 900, (MAX_ROWS,), generator=torch.Generator().manual_seed(1)).tolist()
     check(case_of(tuple(lengths)))
 
 
+@needs_flashinfer
 def test_layers_back_to_back_share_the_workspace():
     """In a graph, each launch behind another that may not have ended, on caches of their own."""
     case = case_of((3000, 10, 1700))
@@ -101,6 +105,7 @@ def test_layers_back_to_back_share_the_workspace():
         assert_same(step, right)
 
 
+@needs_flashinfer
 def test_a_replayed_graph_goes_on_from_token_to_token():
     """Positions advance on the device, over borders of pages; each step reads what the last one wrote."""
     num_steps, starts = 40, (10, 0, -1, 500)
@@ -122,3 +127,22 @@ def test_a_replayed_graph_goes_on_from_token_to_token():
         decode_attention(*wanted.arguments(), turns=wanted.turns, page_size=16)
         torch.testing.assert_close(step.out, wanted.out, atol=TOLERANCE, rtol=TOLERANCE)
         wanted.positions.add_(advance)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_the_kernel_that_writes(parts, dtype):
+    for head_dim, page_size, is_wide in ((128, 16, False), (64, 1, True), (128, 64, True)):
+        case = AttentionCase(BORDERS, 7, 1, head_dim, dtype, page_size, parts, has_bias=False, is_wide=is_wide)
+        found, wanted = [], []
+        for outputs in (found, wanted):
+            x = Step(case, DEVICE)
+            queries, lengths = torch.full_like(x.out, -3), torch.full((len(BORDERS),), -7, dtype=torch.int32, device=DEVICE)
+            operands = (x.qkv, x.turns, x.positions, x.page_table, queries, x.keys, x.values, lengths, page_size)
+            if outputs is found:
+                launch_decode_write(load_decode_write(BUILD, dtype), *operands)
+            else:
+                decode_write(*operands)
+            outputs += [queries, x.keys, x.values, lengths]
+        for own, right in zip(found, wanted):
+            torch.testing.assert_close(own, right, atol=ROUNDING[dtype], rtol=ROUNDING[dtype], equal_nan=True)
