@@ -108,13 +108,15 @@ class Leader:
         return Sample(request, sample_idx, sequence, state, detokenizer, stops)
 
     def take_message(
-        self, exit_code: int | None = None, burst_steps: int = 0, num_drafts: int = 0, is_continued: bool = False
-    ) -> list[int]:
+        self, exit_code: int | None = None, burst_steps: int = 0, num_drafts: int = 0, is_chosen_alone: bool = False,
+        is_continued: bool = False,
+    ) -> list[int]:  # fmt: skip
         """The message for the next step. Tokens and rows named in it are not named again."""
         message, self._message = self._message, StepMessage()
         message.burst_steps, message.num_drafts, message.is_continued = burst_steps, num_drafts, is_continued
         message.tokens += self._burst_tokens.items()
         message.steps_read, self._steps_read = self._steps_read, 0
+        message.is_chosen_alone = is_chosen_alone
         self._burst_tokens = {}
         if exit_code is not None:
             message.exit_code = exit_code
@@ -153,6 +155,16 @@ class Leader:
         room = self.max_tokens_total - current.sequence.num_prompt - num_tokens
         return room if params.max_tokens is None else min(room, params.max_tokens - num_tokens)
 
+    def is_chosen_alone(self) -> bool:
+        """Whether all tokens of the open rows can be chosen without rank 0, their first ones too, and no drafts are made of them
+        on rank 0."""
+        if self.speculation is not None and self.speculation.drafter is not None:
+            return False
+        asked = ((sample.request.params, sample.sequence) for sample in self.samples.values())
+        return all(
+            params.logprobs is None and not sequence.wants_prompt_logits and sequence.rules.is_small for params, sequence in asked
+        )
+
     def is_any_open(self, sequences: list[Sequence]) -> bool:
         return any(sequence.seq_id in self.samples for sequence in sequences)
 
@@ -183,6 +195,17 @@ class Leader:
                 return num_taken
             self._burst_tokens.setdefault(seq_id, []).append(token_id)
         return len(token_ids)
+
+    def receive_choice(self, rows: list[ScheduledRow], chosen: list[int]) -> None:
+        """Take the tokens that the device chose after a step for those of `rows` that are sampled."""
+        for row, token_id in zip((row for row in rows if row.is_sampled), chosen):
+            seq_id = row.sequence.seq_id
+            current = self.samples[seq_id]
+            completion = current.fail(NOT_A_NUMBER) if token_id == NO_TOKEN else current.accept(token_id, self.max_tokens_total)
+            if completion is not None:
+                self._finish(current, completion)
+            else:
+                self._message.tokens.append((seq_id, [token_id]))
 
     def receive(self, rows: list[ScheduledRow], logits: torch.Tensor | None) -> int:
         """Choose the next tokens from a step's `logits` (fp32 `[n, full_vocab]`), and guess at those after them.

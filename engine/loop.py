@@ -6,8 +6,10 @@ same code. Or a rank fails in the middle of a step: no message can be sent then,
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -22,7 +24,7 @@ from engine.graph.burst import (
     Burst,
 )
 from engine.leader import Leader
-from engine.replica import Replica
+from engine.replica import Computed, Replica
 from engine.request import Request
 from engine.scheduler import ScheduledRow
 from engine.step_message import GO_ON, StepMessage
@@ -121,7 +123,19 @@ def no_interrupt() -> int | None:
     return None
 
 
+@contextmanager
+def loaded_objects_set_aside() -> Iterator[None]:
+    """The garbage collector passes over what is there already. A full pass over the modules of torch and transformers takes
+    0.1 s, in the middle of a run, on whichever rank it comes, and all others wait for that one."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 @torch.inference_mode()
+@loaded_objects_set_aside()
 def lead(
     replica: Replica,
     leader: Leader,
@@ -158,9 +172,9 @@ def lead(
                 computed = replica.step()
                 is_boundary = True
                 if computed is not None:
-                    num_extra = leader.receive(*computed)
-                    replica.profiler.end(is_synced=computed[1] is not None)
-                    stats.add_step(computed[0], time.perf_counter() - started, num_extra)
+                    num_extra = _receive(replica, leader, computed)
+                    replica.profiler.end(is_synced=computed.is_chosen or computed.logits is not None)
+                    stats.add_step(computed.rows, time.perf_counter() - started, num_extra)
                 elif not is_continued:
                     reader.last_read_s = started
             is_boundary = True
@@ -211,16 +225,16 @@ class BurstReader:
             self._read_step()
         return False
 
-    def next_steps(self) -> tuple[int, int]:
-        """How many steps the next message may allow, of the running burst beyond those launched or of a new one; and with how
-        many drafts."""
+    def next_steps(self) -> tuple[int, int, bool]:
+        """How many steps the next message may allow, of the running burst beyond those launched or of a new one; with how many
+        drafts; and whether the device chooses the tokens after a step beside bursts."""
         replica, leader, burst = self._replica, self._leader, self._replica.burst
         if replica.burst_backend is None:
-            return 0, 0
+            return 0, 0, False
         if burst is not None and burst.num_unread > 0 and not leader.has_change:
-            return self._num_steps_more(burst), burst.num_drafts
+            return self._num_steps_more(burst), burst.num_drafts, False
         num_drafts = leader.num_drafts_alone(replica.burst_backend.speculable)
-        return self._limit(leader.steps_alone(num_drafts), num_drafts), num_drafts
+        return self._limit(leader.steps_alone(num_drafts), num_drafts), num_drafts, leader.is_chosen_alone()
 
     def _num_steps_more(self, burst: Burst) -> int:
         """By how many steps the running burst may be continued; by none if another number of drafts is due."""
@@ -240,6 +254,14 @@ class BurstReader:
         self.last_read_s = now
         if self._on_step is not None:
             self._on_step()
+
+
+def _receive(replica: Replica, leader: Leader, computed: Computed) -> int:
+    """Returns how many tokens were chosen beyond one a row."""
+    if not computed.is_chosen:
+        return leader.receive(computed.rows, computed.logits)
+    leader.receive_choice(computed.rows, replica.read_choice(computed.rows))
+    return 0
 
 
 def _check_interrupt(interrupt: Callable[[], int | None]) -> None:
@@ -268,6 +290,7 @@ def _admit(leader: Leader, source: RequestSource, look_ahead: int, is_idle: bool
 
 
 @torch.inference_mode()
+@loaded_objects_set_aside()
 def follow(replica: Replica) -> int:
     """Every other rank: repeat rank 0's schedule until it says stop. Returns the exit code rank 0 named. *Collective*."""
     while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Sequence as Ints
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy
@@ -29,6 +30,16 @@ class StepBackend(Protocol):
     description: str
 
     def run(self, batch: StepBatch, marks: Marks = NO_MARKS) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The `rows` of a step, and what it says about their next tokens: on rank 0 the fp32 `logits` asked for, `[n, full_vocab]`;
+    or with `is_chosen` the tokens, which `Replica.read_choice` has."""
+
+    rows: list[ScheduledRow]
+    logits: torch.Tensor | None = None
+    is_chosen: bool = False
 
 
 class Replica:
@@ -56,6 +67,7 @@ class Replica:
         self.digest = 0
         self._drafts: dict[int, list[int]] = {}
         self._burst_steps = self._num_drafts = 0
+        self._is_chosen_alone = False
 
     def apply(self, ints: Ints[int]) -> StepMessage:
         """Take in one message. Its integers go into `digest`, which the ranks compare at the end of a run."""
@@ -76,6 +88,7 @@ class Replica:
             self.sequences[sequence.seq_id] = sequence
             self.scheduler.add(sequence)
         self._drafts, self._burst_steps, self._num_drafts = dict(message.drafts), message.burst_steps, message.num_drafts
+        self._is_chosen_alone = message.is_chosen_alone
         return message
 
     def drop_all(self) -> None:
@@ -95,8 +108,8 @@ class Replica:
             strayed = (gathered != gathered[0]).nonzero().flatten().tolist()
             raise RuntimeError(f"ranks {strayed} took other steps than rank 0; the answers cannot be trusted")
 
-    def step(self) -> tuple[list[ScheduledRow], torch.Tensor | None] | None:
-        """Compute the next step. *Collective*. Returns its rows and, on rank 0, the fp32 logits asked for `[n, full_vocab]`.
+    def step(self) -> Computed | None:
+        """Compute the next step. *Collective*.
 
         None if a burst is what comes next: its steps are launched, and on rank 0 `read_burst` has their tokens.
         """
@@ -113,9 +126,17 @@ class Replica:
         local_logits = self.backend.run(batch, marks)
         self.scheduler.complete(rows)
         if batch.logit_idx.numel() == 0:
-            return rows, None
+            return Computed(rows)
+        sampled = [row.sequence for row in rows if row.is_sampled]
+        if self._can_choose(len(sampled), local_logits.shape[0]):
+            self.burst_backend.choose(sampled, local_logits)
+            return Computed(rows, is_chosen=True)
         logits = self.comm.gather(local_logits)
-        return rows, None if logits is None else logits[:, : self.full_vocab]
+        return Computed(rows, None if logits is None else logits[:, : self.full_vocab])
+
+    def read_choice(self, rows: list[ScheduledRow]) -> list[int]:
+        """The next tokens of those of `rows` that are sampled, which the last step chose. Rank 0 only; waits for them."""
+        return self.burst_backend.read_choice(sum(row.is_sampled for row in rows))
 
     def read_burst(self) -> list[list[int]]:
         """The tokens of the running burst's next unread step, by row. Rank 0 only; waits for them."""
@@ -124,6 +145,12 @@ class Replica:
     def room_ahead(self, limit: int) -> int:
         """How many steps, at most `limit`, the running burst could be continued by."""
         return self._room(self.burst.lengths, limit, self.burst.width)
+
+    def _can_choose(self, num_sampled: int, num_logits: int) -> bool:
+        """Whether the device chooses the next tokens of a step's `num_sampled` rows, of which there are `num_logits`."""
+        if not self._is_chosen_alone or self.burst_backend is None:
+            return False
+        return num_sampled == num_logits <= self.burst_backend.max_rows
 
     def _can_burst(self, rows: list[ScheduledRow]) -> bool:
         """Whether the step of `rows` can be the first of a burst: all that runs is in steady decode."""

@@ -99,8 +99,11 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[int | N
     waits once for a GPU, whatever the rules of the rows.
     """
     highest, argmax = logits.max(dim=-1)  # a NaN anywhere in the row is its maximum
-    chosen = [argmax[idx] if state.is_plain else _sample_row(logits[idx], state) for idx, state in enumerate(states)]
-    found = torch.where(highest.isfinite(), torch.stack(chosen), -1)
+    others = [idx for idx, state in enumerate(states) if not state.is_plain]
+    if others:
+        chosen = torch.stack([_sample_row(logits[idx], states[idx]) for idx in others])
+        argmax = argmax.index_copy(0, upload(torch.tensor(others), logits.device), chosen)
+    found = torch.where(highest.isfinite(), argmax, -1)
     return [None if token_id < 0 else token_id for token_id in found.tolist()]
 
 

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 DEFAULT_MAX_TOKENS = 512
 DEFAULT_PAGE_SIZE = 16
 MAX_ADAPTIVE_DRAFTS = 8  # of a row and step, where it is not said how many
-# The largest bucket of prefill. Padding costs multiplications, which a prompt of several hundred tokens is bound by, so the best
-# border is to be measured (`--graph-tokens` of the prefill bench).
-DEFAULT_GRAPH_TOKENS = 512
 MAX_NUM_DRAFTS = 16
 # Of a draft model in graphs: whole on all ranks, or on the first, which hands its drafts to the others.
 DRAFT_PLACEMENTS = ("all", "first")
@@ -31,9 +28,10 @@ class EngineSettings:
     speculation on, with `num_drafts` guessed tokens a row and step (None: as many as pay); `draft_placement`: of a draft
     model in graphs, one of `DRAFT_PLACEMENTS`; `draft_kv_memory_bytes`: its KV cache without graphs, on rank 0.
     `is_eager`: plain torch steps on a GPU, no graphs and no bursts; a CPU has none anyway.
-    `is_profiled`: steps are timed stage by stage (`engine.profile`). `graph_tokens`: the longest prompt that is prefilled by
-    a graph, where there are any; 0 for none. `fp8_products`: how more than a few rows are multiplied by FP8 matrices on a
-    GPU: `scaled`, by FP8 activations, or `widened`, by the matrix written out in bf16 (`kernels/fp8_linear.py`).
+    `is_profiled`: steps are timed stage by stage (`engine.profile`). `graph_tokens`: the most new tokens of a step that prefills
+    by a graph, where there are any; 0 for none, None for as many as are worth one. `fp8_products`: how more than a few rows are
+    multiplied by FP8 matrices on a GPU: `scaled`, by FP8 activations, or `widened`, by the matrix written out in bf16
+    (`kernels/fp8_linear.py`).
     `overlap_tokens`: steps of at least so many tokens sum one half over the ranks while the other is multiplied, where each
     rank has a GPU of its own; 0 for none, until it has been measured.
     """
@@ -60,6 +58,6 @@ class EngineSettings:
     draft_placement: str = "all"
     is_eager: bool = False
     is_profiled: bool = False
-    graph_tokens: int = DEFAULT_GRAPH_TOKENS
+    graph_tokens: int | None = None
     fp8_products: str = "scaled"
     overlap_tokens: int = 0

@@ -1,8 +1,8 @@
 """What rank 0 tells the other ranks between two steps, as one list of integers.
 
 Rank 0 alone reads input, samples and writes output. Everything the others need to run the same schedule is here: the tokens it
-chose, the rows that ended, the rows that arrived, its guesses at the tokens to come, how far the device may go on alone, and
-whether this was the last step.
+chose, the rows that ended, the rows that arrived, its guesses at the tokens to come, what the device may do alone, and whether
+this was the last step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.token_rules import TokenRules
 
 NO_SEQUENCE = -1
 GO_ON = -1
-_NUM_HEADER, _NUM_ADDED = 9, 8  # integers before the tokens, and of an added row before its rules and tokens
+_NUM_HEADER, _NUM_ADDED = 10, 8  # integers before the tokens, and of an added row before its rules and tokens
 
 
 @dataclass
@@ -27,7 +27,7 @@ class StepMessage:
     `burst_steps`: most decode steps that may run one after the other with no message between them (`engine.graph`), as far as the
     tokens go; 0 for a single step. `is_continued`: they follow those that run already, and no row joins or leaves.
     `num_drafts`: guesses that the device makes and verifies for each row in such a step. `steps_read`: steps of the running burst
-    that `tokens` come from.
+    that `tokens` come from. `is_chosen_alone`: the device chooses the next tokens also after a step that prefills.
 
     `exit_code` is `GO_ON`, or the code every rank leaves the loop with.
     """
@@ -41,10 +41,11 @@ class StepMessage:
     is_continued: bool = False
     num_drafts: int = 0
     steps_read: int = 0
+    is_chosen_alone: bool = False
 
     def encode(self) -> list[int]:
         ints = [self.exit_code, len(self.tokens), len(self.finished), len(self.added), len(self.drafts)]
-        ints += (self.burst_steps, int(self.is_continued), self.num_drafts, self.steps_read)
+        ints += (self.burst_steps, int(self.is_continued), self.num_drafts, self.steps_read, int(self.is_chosen_alone))
         for seq_id, token_ids in (*self.tokens, *self.drafts):
             ints += (seq_id, len(token_ids), *token_ids)
         ints += self.finished
@@ -58,8 +59,9 @@ class StepMessage:
     @classmethod
     def decode(cls, ints: Ints[int]) -> StepMessage:
         message = cls(
-            exit_code=ints[0], burst_steps=ints[5], is_continued=bool(ints[6]), num_drafts=ints[7], steps_read=ints[8]
-        )
+            exit_code=ints[0], burst_steps=ints[5], is_continued=bool(ints[6]), num_drafts=ints[7], steps_read=ints[8],
+            is_chosen_alone=bool(ints[9]),
+        )  # fmt: skip
         num_tokens, num_finished, num_added, num_guessed = ints[1:5]
         message.tokens, at = _decode_runs(ints, _NUM_HEADER, num_tokens)
         message.drafts, at = _decode_runs(ints, at, num_guessed)

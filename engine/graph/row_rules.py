@@ -95,6 +95,8 @@ class RowRules:
         if first > num_known:
             raise RuntimeError(f"{first} tokens of a row are counted, which has {num_known}")
         words = Counter[int]() if first else Counter(set(sequence.token_ids[: sequence.num_prompt]))
+        if num_known < sequence.num_prompt:
+            words[sequence.token_ids[-1]] -= 2  # the step takes its token for one of the output
         for token_id in sequence.token_ids[max(first, sequence.num_prompt) : num_known]:
             words[token_id] += 2
         if words:

@@ -130,8 +130,9 @@ class RowState:
         self.num_launched = 0
 
     def begin(self, sequences: list[Sequence], is_filtered: bool = False, is_speculative: bool = False) -> None:
-        """Put the rows of `sequences`, each with one token to compute, in the place of those before. `is_filtered`: the steps to
-        come heed the rows' rules. `is_speculative`: they have drafts."""
+        """Put the rows of `sequences` in the place of those before. Each has one token to compute, its last; or that has just
+        been computed, and what is to come is the choice of the one after it. `is_filtered`: the steps to come heed the rows'
+        rules. `is_speculative`: they have drafts."""
         self._is_filtered = is_filtered
         if is_filtered:
             self._row_rules().begin(sequences)
@@ -141,7 +142,7 @@ class RowState:
             pages[row, : len(sequence.pages)] = sequence.pages
         token_ids, positions, temperatures, pages = self._upload(
             numpy.array([sequence.token_ids[-1] for sequence in sequences], numpy.int64),
-            numpy.array([sequence.num_computed for sequence in sequences], numpy.int64),
+            numpy.array([len(sequence.token_ids) - 1 for sequence in sequences], numpy.int64),
             numpy.array([sequence.temperature for sequence in sequences], numpy.float64).view(numpy.int64),
             pages,
         )

@@ -50,6 +50,13 @@ class BurstBackend(Protocol):
     def end(self, burst: Burst) -> None:
         """All of the burst's tokens that count are in its sequences."""
 
+    def choose(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+        """Choose the next tokens of `sequences` by what a step beside bursts says: `logits` fp32 `[len(sequences), local_vocab]`,
+        those of their last tokens. Only while no burst runs. Waits for nothing."""
+
+    def read_choice(self, num_rows: int) -> list[int]:
+        """What was chosen last; `NO_TOKEN` where there was nothing to choose from. Waits for it."""
+
 
 @dataclass(frozen=True)
 class StepKind:
@@ -108,6 +115,17 @@ class _StateBackend(ABC):
     def end(self, burst: Burst) -> None:
         if burst.num_drafts:
             self._drafter.note_end(burst.sequences)
+
+    def choose(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+        is_filtered = any(sequence.rules.is_active(sequence.num_output) for sequence in sequences)
+        self.state.begin(sequences, is_filtered)
+        self.state.extend(sequences, [len(sequence.token_ids) - 1 for sequence in sequences], 1)
+        rows = self.state.rows(len(sequences), is_filtered)
+        self._operators.advance(rows, *self._operators.choose(rows, logits))
+        self.state.num_launched += 1
+
+    def read_choice(self, num_rows: int) -> list[int]:
+        return self.state.ring.read(self.state.num_launched - 1, num_rows, self.state.check)
 
     def _step(self, state: RowState, kind: StepKind, marks: Marks = NO_MARKS) -> None:
         if kind.num_drafts:

@@ -56,7 +56,7 @@ def test_a_run_on_a_cpu_has_equal_work_in_its_tenths():
         drift = run_long(engine, requests)
         tokens = sum(requests.outputs)
         assert engine.stats.marks[-1][1] == tokens and drift.stray is None
-    assert tokens / 8 / 2 < drift.num_hashed < tokens / 8
+    assert tokens / 8 <= drift.num_hashed < 1.1 * tokens / 8, "every step, those that let rows in too"
     assert len(drift.tenths) == 10 and all(tenth.seconds > 0 for tenth in drift.tenths)
     per_step = [tenth.tokens / tenth.steps for tenth in drift.tenths]
     assert min(per_step) > 7.9, "the batch is to be full"

@@ -33,7 +33,7 @@ class Recorder:
 
     def __init__(self, backend):
         self._backend, self.max_rows, self.speculable = backend, backend.max_rows, backend.speculable
-        self.num_begun = self.num_continued = self.num_launched = self.num_read = self.most_ahead = 0
+        self.num_begun = self.num_continued = self.num_launched = self.num_read = self.num_chosen = self.most_ahead = 0
 
     def begin(self, sequences, num_drafts=0):
         self.num_begun += 1
@@ -54,6 +54,13 @@ class Recorder:
     def read(self, burst):
         self.num_read += 1
         return self._backend.read(burst)
+
+    def choose(self, sequences, logits):
+        self.num_chosen += 1
+        self._backend.choose(sequences, logits)
+
+    def read_choice(self, num_rows):
+        return self._backend.read_choice(num_rows)
 
 
 def compare(model, make_requests, size=1, **settings):
@@ -84,9 +91,32 @@ def test_greedy_and_seeded_rows_say_the_same(model, size):
     run, _, recorder = compare(model, rows, size)
     assert len({tuple(ids) for ids in run.token_ids}) == 5
     assert run.stats.num_waits == 0, "a decode step went the long way"
-    assert recorder.num_begun == 1 and recorder.num_continued >= 39 // MAX_BURST_STEPS
+    assert recorder.num_begun == recorder.num_chosen == 1 and recorder.num_continued >= 39 // MAX_BURST_STEPS
     assert recorder.num_launched == recorder.num_read == 39, "the first token of each row comes out of its prefill"
     assert recorder.most_ahead <= MAX_BURST_STEPS + NUM_STEPS_BEHIND
+
+
+@pytest.mark.parametrize("size", (1, 2))
+def test_first_tokens_that_only_rank_0_can_choose(model, size):
+    """A row that wants log-probabilities: while it is open, rank 0 chooses after steps that let rows in."""
+    texts = prompts(4)
+    options = ({"logprobs": 2, "max_tokens": 3}, {"max_tokens": 9}, {"max_tokens": 12}, {"prompt_logprobs": 1, "max_tokens": 5})
+    rows = lambda: [request(text, idx, **own) for idx, (text, own) in enumerate(zip(texts, options))]  # noqa: E731
+    _, _, recorder = compare(model, rows, size, max_batch=2)
+    assert recorder.num_chosen == 0
+    late = lambda: rows()[:3] + [request(text, max_tokens=4) for text in texts]  # noqa: E731
+    _, _, recorder = compare(model, late, size, max_batch=1)
+    assert recorder.num_chosen > 0, "the row has gone"
+
+
+def test_the_first_token_of_a_penalised_row(model):
+    """Its prompt counts once, the output not at all: what is chosen first on the device is what rank 0 would have chosen."""
+    texts = [[5, 6, 7, 5], [9] * 20, [3, 8, 3, 8, 8]]
+    for own in ({"repetition_penalty": 1.5}, {"presence_penalty": 1.9, "frequency_penalty": 1.3}, {"repetition_penalty": 0.4}):
+        rows = lambda: [request(text, idx, max_tokens=20, temperature=1.0, **own) for idx, text in enumerate(texts * 3)]  # noqa: B023, E731
+        for settings in ({}, {"max_batch": 2}):
+            _, _, recorder = compare(model, rows, **settings)
+            assert recorder.num_chosen > 0
 
 
 @pytest.mark.parametrize("family", ("llama", "qwen3"))

@@ -10,7 +10,7 @@ import torch
 
 from comm.single import SingleCommunicator
 from engine.graph.operators import TorchOperators
-from engine.graph.prefill import BUCKETS, GraphPrefill, StepShape, TwinPrefill, buckets_up_to
+from engine.graph.prefill import BUCKETS, GraphPrefill, StepShape, TwinPrefill, buckets_up_to, tokens_worth_a_graph
 from engine.replica import build_batch
 from engine.scheduler import Limits, ScheduledRow
 from engine.sequence import Sequence
@@ -68,6 +68,11 @@ def test_which_prompts_take_which_bucket(folders):
     assert [backend.shape_for(0, [1] * count).num_tokens for count in (4, 5, 8, 9)] == [16, 128, 128, 192]
     assert backend.shape_for(1, [5]) is None  # torch's operators take no rows of one token apart
     assert TwinPrefill(operators, Limits(4, 200, 1024), graph_tokens=0).shape_for(0, [5]) is None
+
+
+def test_steps_that_launches_bind_are_worth_a_graph():
+    """A layer's elements of 0.5B, 7B, 72B at TP=2, and a model so wide that none is."""
+    assert [tokens_worth_a_graph(int(elems)) for elems in (14.9e6, 233e6, 439e6, 1e11)] == [2048, 512, 256, 0]
 
 
 def test_rows_that_decode_take_few_shapes(folders):

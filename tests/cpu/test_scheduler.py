@@ -134,7 +134,7 @@ def test_messages_survive_the_wire(
 ):
     draw = {"temperature": temperature, "stream_key": key, "rules": rules}
     sequences = [Sequence(i, ids, len(ids), 50, wants, after, **draw) for i, (ids, wants, after) in enumerate(added)]
-    message = StepMessage(tokens, finished, sequences, exit_code, drafts, burst_steps, is_continued)
+    message = StepMessage(tokens, finished, sequences, exit_code, drafts, burst_steps, is_continued, is_chosen_alone=is_continued)
     decoded = StepMessage.decode(message.encode())
     assert (decoded.tokens, decoded.finished, decoded.exit_code) == (tokens, finished, exit_code)
     assert (decoded.drafts, decoded.burst_steps, decoded.is_continued) == (drafts, burst_steps, is_continued)
