@@ -6,6 +6,7 @@ The leader never touches the schedule; it only reads what its own replica schedu
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ from engine.graph.token_ring import NO_TOKEN
 from engine.request import Request, Sample
 from engine.sampler import SamplerState, sample, stream_key, top_logprobs
 from engine.scheduler import ScheduledRow
-from engine.sequence import Sequence
+from engine.sequence import NO_LIMIT, Sequence
 from engine.step_message import StepMessage
 from engine.stop_strings import StopStrings
 from engine.text import Text
@@ -88,6 +89,7 @@ class Leader:
                 temperature=0.0 if state.is_greedy else request.params.temperature,
                 stream_key=state.stream_key,
                 rules=TokenRules.of(request.params, state.is_greedy, state.forbidden_ids),
+                max_output=NO_LIMIT if request.params.max_tokens is None else request.params.max_tokens,
             )
             self._next_id += 1
             first_id = sequence.seq_id if first_id is None else first_id
@@ -140,12 +142,14 @@ class Leader:
             return 0  # what a row says within a step would change what it may say next
         return min(self.speculation.choose_for_burst(running), speculable.max_drafts)
 
-    def steps_alone(self, num_drafts: int = 0) -> int:
+    def steps_alone(self, num_drafts: int = 0, running: Container[Sequence] = ()) -> int:
         """How many steps every row past its prompt still needs, if all of its tokens can be chosen without rank 0; 0 if they
-        cannot, or if drafts are made between the steps. With `num_drafts` in each, as many as it takes at the present rate."""
+        cannot, or if drafts are made between the steps. With `num_drafts` in each, as many as it takes at the present rate.
+        `running`: rows that are past their prompt though nothing of them has been read."""
         if self.speculation is not None and self.speculation.drafter is not None:
             return 0
-        num_tokens = min((self._tokens_alone(sample) for sample in self.samples.values() if sample.token_ids), default=0)
+        past = (sample for sample in self.samples.values() if sample.token_ids or sample.sequence in running)
+        num_tokens = min(map(self._tokens_alone, past), default=0)
         return num_tokens if num_drafts == 0 else math.ceil(num_tokens / self.speculation.expected_tokens(num_drafts))
 
     def _tokens_alone(self, current: Sample) -> int:
@@ -196,10 +200,10 @@ class Leader:
             self._burst_tokens.setdefault(seq_id, []).append(token_id)
         return len(token_ids)
 
-    def receive_choice(self, rows: list[ScheduledRow], chosen: list[int]) -> None:
-        """Take the tokens that the device chose after a step for those of `rows` that are sampled."""
-        for row, token_id in zip((row for row in rows if row.is_sampled), chosen):
-            seq_id = row.sequence.seq_id
+    def receive_choice(self, sequences: list[Sequence], chosen: list[list[int]]) -> None:
+        """Take the tokens that the device chose after a step beside bursts, one a row."""
+        for sequence, (token_id,) in zip(sequences, chosen):
+            seq_id = sequence.seq_id
             current = self.samples[seq_id]
             completion = current.fail(NOT_A_NUMBER) if token_id == NO_TOKEN else current.accept(token_id, self.max_tokens_total)
             if completion is not None:

@@ -99,8 +99,9 @@ class RunStats:
     def decode_tok_s(self) -> float:
         return self.decode_tokens / self.decode_s if self.decode_s else 0.0
 
-    def add_step(self, rows: list[ScheduledRow], seconds: float, num_extra: int = 0) -> None:
-        """`num_extra`: tokens that the step gave beyond one a row, by drafts that held."""
+    def add_step(self, rows: list[ScheduledRow], seconds: float, num_extra: int = 0, is_waited: bool = True) -> None:
+        """`num_extra`: tokens that the step gave beyond one a row, by drafts that held. `is_waited`: before anything was launched
+        behind it."""
         decode = [row.num_tokens for row in rows if row.is_decode]
         num_computed = sum(row.num_tokens for row in rows)
         num_prefill = num_computed - sum(decode)
@@ -110,7 +111,7 @@ class RunStats:
         self.decode_s += share * seconds
         self.prefill_s += (1.0 - share) * seconds
         self.num_steps += 1
-        self.num_waits += bool(decode)
+        self.num_waits += bool(decode) and is_waited
 
     def add_burst_step(self, num_tokens: int, seconds: float) -> None:
         """`num_tokens`: those that rows still open could use. `seconds`: since the step before was read."""
@@ -171,12 +172,13 @@ def lead(
                 started = time.perf_counter()
                 computed = replica.step()
                 is_boundary = True
-                if computed is not None:
+                if replica.burst is not None:
+                    if not is_continued:
+                        reader.begin(started, None if computed is None else computed.rows)
+                else:
                     num_extra = _receive(replica, leader, computed)
-                    replica.profiler.end(is_synced=computed.is_chosen or computed.logits is not None)
+                    replica.profiler.end(is_synced=computed.chosen is not None or computed.logits is not None)
                     stats.add_step(computed.rows, time.perf_counter() - started, num_extra)
-                elif not is_continued:
-                    reader.last_read_s = started
             is_boundary = True
             if on_step is not None:
                 on_step()
@@ -195,8 +197,7 @@ def lead(
 class BurstReader:
     """Rank 0's way through a burst: read its steps in order, until a message is due.
 
-    `admit()` lets rows in that are there; the others are as in `lead`. `last_read_s`: when the last step came in, or the burst
-    began.
+    `admit()` lets rows in that are there; the others are as in `lead`.
     """
 
     def __init__(
@@ -210,7 +211,12 @@ class BurstReader:
     ):
         self._replica, self._leader, self._stats = replica, leader, stats
         self._admit, self._interrupt, self._on_step = admit, interrupt, on_step
-        self.last_read_s = 0.0
+        self._last_read_s = 0.0  # when the last step came in, or the burst began
+        self._first_rows: list[ScheduledRow] | None = None
+
+    def begin(self, started: float, rows: list[ScheduledRow] | None) -> None:
+        """A burst has begun. `rows`: what its first step computed, if that was one beside bursts."""
+        self._last_read_s, self._first_rows = started, rows
 
     def read_on(self) -> bool:
         """Whether the next message continues the running burst. If not, either none runs, or all of its tokens that a row could
@@ -240,7 +246,7 @@ class BurstReader:
         """By how many steps the running burst may be continued; by none if another number of drafts is due."""
         if burst.num_drafts != self._leader.num_drafts_alone(self._replica.burst_backend.speculable, burst.num_drafts):
             return 0
-        steps = self._leader.steps_alone(burst.num_drafts) - burst.num_unread
+        steps = self._leader.steps_alone(burst.num_drafts, burst.sequences) - burst.num_unread
         return self._replica.room_ahead(max(0, self._limit(steps, burst.num_drafts)))
 
     def _limit(self, num_steps: int, num_drafts: int) -> int:
@@ -250,17 +256,21 @@ class BurstReader:
         burst = self._replica.burst
         num_taken = self._leader.receive_burst(burst.sequences, self._replica.read_burst(), burst.num_drafts)
         now = time.perf_counter()
-        self._stats.add_burst_step(num_taken, now - self.last_read_s)
-        self.last_read_s = now
+        if self._first_rows is not None:
+            self._stats.add_step(self._first_rows, now - self._last_read_s, is_waited=False)
+            self._first_rows = None
+        else:
+            self._stats.add_burst_step(num_taken, now - self._last_read_s)
+        self._last_read_s = now
         if self._on_step is not None:
             self._on_step()
 
 
 def _receive(replica: Replica, leader: Leader, computed: Computed) -> int:
     """Returns how many tokens were chosen beyond one a row."""
-    if not computed.is_chosen:
+    if computed.chosen is None:
         return leader.receive(computed.rows, computed.logits)
-    leader.receive_choice(computed.rows, replica.read_choice(computed.rows))
+    leader.receive_choice(computed.chosen.sequences, replica.read_choice(computed.chosen))
     return 0
 
 

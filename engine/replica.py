@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from comm.communicator import Communicator
-from engine.graph.burst import Burst
+from engine.graph.burst import MAX_BURST_STEPS, Burst
 from engine.graph.step import BurstBackend
 from engine.profile.marks import NO_MARKS, Marks
 from engine.profile.step_profiler import NO_PROFILER, StepProfiler
@@ -35,11 +35,12 @@ class StepBackend(Protocol):
 @dataclass(frozen=True)
 class Computed:
     """The `rows` of a step, and what it says about their next tokens: on rank 0 the fp32 `logits` asked for, `[n, full_vocab]`;
-    or with `is_chosen` the tokens, which `Replica.read_choice` has."""
+    or `chosen`, whose next unread step has the tokens of the rows that are sampled. If that is the running burst, its other steps
+    are launched already."""
 
     rows: list[ScheduledRow]
     logits: torch.Tensor | None = None
-    is_chosen: bool = False
+    chosen: Burst | None = None
 
 
 class Replica:
@@ -124,19 +125,18 @@ class Replica:
         marks = self.profiler.marks(rows)
         batch = build_batch(rows, self.scheduler.pool.page_size, self.device)
         local_logits = self.backend.run(batch, marks)
+        sampled = [row.sequence for row in rows if row.is_sampled]
+        if sampled and self._can_choose(len(sampled), local_logits.shape[0]):
+            return Computed(rows, chosen=self._choose(rows, sampled, local_logits))
         self.scheduler.complete(rows)
         if batch.logit_idx.numel() == 0:
             return Computed(rows)
-        sampled = [row.sequence for row in rows if row.is_sampled]
-        if self._can_choose(len(sampled), local_logits.shape[0]):
-            self.burst_backend.choose(sampled, local_logits)
-            return Computed(rows, is_chosen=True)
         logits = self.comm.gather(local_logits)
         return Computed(rows, None if logits is None else logits[:, : self.full_vocab])
 
-    def read_choice(self, rows: list[ScheduledRow]) -> list[int]:
-        """The next tokens of those of `rows` that are sampled, which the last step chose. Rank 0 only; waits for them."""
-        return self.burst_backend.read_choice(sum(row.is_sampled for row in rows))
+    def read_choice(self, chosen: Burst) -> list[list[int]]:
+        """The tokens of a step that no burst went on from. Rank 0 only; waits for them."""
+        return self.burst_backend.read(chosen)
 
     def read_burst(self) -> list[list[int]]:
         """The tokens of the running burst's next unread step, by row. Rank 0 only; waits for them."""
@@ -151,6 +151,26 @@ class Replica:
         if not self._is_chosen_alone or self.burst_backend is None:
             return False
         return num_sampled == num_logits <= self.burst_backend.max_rows
+
+    def _choose(self, rows: list[ScheduledRow], sampled: list[Sequence], local_logits: torch.Tensor) -> Burst:
+        """Choose the next tokens of `sampled`, and go on at once with steps of a burst, where all rows have an answer and nobody
+        else could join: then the host has no part in the border between prefill and decode."""
+        chosen = self.burst_backend.choose(sampled, local_logits)
+        num_more = min(sequence.max_output - sequence.num_output for sequence in sampled) - 1
+        lengths = {sequence: len(sequence.token_ids) for sequence in sampled}
+        num_steps = self._room(lengths, min(num_more, MAX_BURST_STEPS), 1) if self._is_settled(len(sampled)) else 0
+        self.scheduler.complete(rows, num_open=int(num_steps > 0))
+        if num_steps > 0:
+            self.burst, self._burst_steps = chosen, num_steps
+            self._launch(chosen)
+        return chosen
+
+    def _is_settled(self, num_sampled: int) -> bool:
+        """Whether the next step would be one of a burst, without drafts, of those `num_sampled` rows."""
+        scheduler, backend = self.scheduler, self.burst_backend
+        is_full = len(scheduler.running) >= scheduler.limits.max_batch
+        is_plain = self._num_drafts == 0 and not self.profiler.is_active
+        return is_plain and num_sampled == len(scheduler.running) <= backend.max_rows and (is_full or not scheduler.waiting)
 
     def _can_burst(self, rows: list[ScheduledRow]) -> bool:
         """Whether the step of `rows` can be the first of a burst: all that runs is in steady decode."""

@@ -118,11 +118,12 @@ class Scheduler:
                 budget -= len(rows[idx].draft_ids)
         return rows
 
-    def complete(self, rows: list[ScheduledRow]) -> None:
-        """Record that the step of `rows` has been computed: its keys and values are now in the cache."""
+    def complete(self, rows: list[ScheduledRow], num_open: int = 0) -> None:
+        """Record that the step of `rows` has been computed: its keys and values are now in the cache. `num_open`: last tokens of
+        each row for which `advance` will do so."""
         for row in rows:
             sequence = row.sequence
-            sequence.num_computed += row.num_tokens - len(row.draft_ids)
+            sequence.num_computed += row.num_tokens - len(row.draft_ids) - num_open
             sequence.drafted = row.draft_ids
             self._remember(sequence)
 

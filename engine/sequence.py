@@ -8,19 +8,20 @@ from dataclasses import dataclass, field
 from engine.token_rules import NO_RULES, TokenRules
 
 NO_KEY = bytes(16)
+NO_LIMIT = 1 << 31
 
 
 @dataclass(eq=False)
 class Sequence:
     """`token_ids` is prompt and output; `num_computed` of them have keys and values in `pages`.
 
-    `max_tokens_total` bounds prompt and output together. `wants_prompt_logits` asks for logits at every prompt position and
-    therefore never skips computed ones. `after` is a sequence with the same prompt that must be prefilled first, so that this
-    one finds the prompt's pages. `drafted` are guesses at the tokens that come next: their keys and values follow those of the
-    `num_computed` tokens in the cache, but nobody has chosen them yet. `temperature` and `stream_key` are what the device needs
-    to choose a token itself: 0 takes the likeliest, anything else draws with the noise of that stream (`engine.sampler`); `rules`
-    is what else bears on the choice. `num_draft_computed`: of how many tokens a draft model on the device has keys and values, in
-    the same pages of its own cache.
+    `max_tokens_total` bounds prompt and output together, `max_output` is how much output is asked for. `wants_prompt_logits`
+    asks for logits at every prompt position and therefore never skips computed ones. `after` is a sequence with the same prompt
+    that must be prefilled first, so that this one finds the prompt's pages. `drafted` are guesses at the tokens that come next:
+    their keys and values follow those of the `num_computed` tokens in the cache, but nobody has chosen them yet. `temperature`
+    and `stream_key` are what the device needs to choose a token itself: 0 takes the likeliest, anything else draws with the
+    noise of that stream (`engine.sampler`); `rules` is what else bears on the choice. `num_draft_computed`: of how many tokens a
+    draft model on the device has keys and values, in the same pages of its own cache.
     """
 
     seq_id: int
@@ -38,6 +39,7 @@ class Sequence:
     stream_key: bytes = NO_KEY
     rules: TokenRules = NO_RULES
     num_draft_computed: int = 0
+    max_output: int = NO_LIMIT
 
     @property
     def num_pending(self) -> int:

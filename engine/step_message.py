@@ -16,7 +16,7 @@ from engine.token_rules import TokenRules
 
 NO_SEQUENCE = -1
 GO_ON = -1
-_NUM_HEADER, _NUM_ADDED = 10, 8  # integers before the tokens, and of an added row before its rules and tokens
+_NUM_HEADER, _NUM_ADDED = 10, 9  # integers before the tokens, and of an added row before its rules and tokens
 
 
 @dataclass
@@ -52,7 +52,7 @@ class StepMessage:
         for new in self.added:
             after = NO_SEQUENCE if new.after is None else new.after
             ints += (new.seq_id, new.num_prompt, new.max_tokens_total, int(new.wants_prompt_logits), after)
-            ints += struct.unpack("<3q", struct.pack("<d", new.temperature) + new.stream_key)
+            ints += (new.max_output, *struct.unpack("<3q", struct.pack("<d", new.temperature) + new.stream_key))
             ints += (*new.rules.encode(), *new.token_ids)
         return ints
 
@@ -87,7 +87,8 @@ def _decode_runs(ints: Ints[int], at: int, count: int) -> tuple[list[tuple[int, 
 def _decode_added(ints: Ints[int], at: int) -> tuple[Sequence, int]:
     """The row that begins at `at`, and where it ends."""
     seq_id, num_prompt, max_tokens_total, wants_prompt_logits, after = ints[at : at + 5]
-    draw = struct.pack("<3q", *ints[at + 5 : at + _NUM_ADDED])
+    max_output, *draws = ints[at + 5 : at + _NUM_ADDED]
+    draw = struct.pack("<3q", *draws)
     rules, first = TokenRules.decode(ints, at + _NUM_ADDED)
     end = first + num_prompt
     sequence = Sequence(
@@ -100,5 +101,6 @@ def _decode_added(ints: Ints[int], at: int) -> tuple[Sequence, int]:
         temperature=struct.unpack("<d", draw[:8])[0],
         stream_key=draw[8:],
         rules=rules,
+        max_output=max_output,
     )
     return sequence, end

@@ -82,8 +82,8 @@ class TokenLog(RunStats):
 
     marks: list[tuple[float, int]] = field(default_factory=list)
 
-    def add_step(self, rows: list[ScheduledRow], seconds: float, num_extra: int = 0) -> None:
-        super().add_step(rows, seconds, num_extra)
+    def add_step(self, rows: list[ScheduledRow], seconds: float, num_extra: int = 0, is_waited: bool = True) -> None:
+        super().add_step(rows, seconds, num_extra, is_waited)
         self._mark(sum(row.is_sampled for row in rows) + num_extra)
 
     def add_burst_step(self, num_tokens: int, seconds: float) -> None:

@@ -34,7 +34,6 @@ class TokenHashes:
         self.hashes = array("Q")
         self._burst: Burst | None = None
         self._num_hashed = 0  # steps of the burst
-        self._choice: tuple[int, int] | None = None  # step and rows of one that is not hashed yet
         replica.burst_backend = self
 
     def begin(self, sequences: list[Sequence], num_drafts: int = 0) -> Burst:
@@ -52,22 +51,15 @@ class TokenHashes:
     def end(self, burst: Burst) -> None:
         self._backend.end(burst)
 
-    def choose(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+    def choose(self, sequences: list[Sequence], logits: torch.Tensor) -> Burst:
         self.finish()
-        self._burst = None
-        self._choice = self._state.num_launched, len(sequences)
-        self._backend.choose(sequences, logits)
-
-    def read_choice(self, num_rows: int) -> list[int]:
-        return self._backend.read_choice(num_rows)
+        self._burst, self._num_hashed = self._backend.choose(sequences, logits), 0
+        return self._burst
 
     def finish(self) -> None:
         """Hash what has been launched; waits for it."""
         if self._burst is not None:
             self._hash_up_to(self._burst.num_launched)
-        if self._choice is not None:
-            self._hash(*self._choice)
-            self._choice = None
 
     def first_stray(self) -> tuple[int, list[int]] | None:
         """On rank 0: the first step of which ranks hold another hash than rank 0, and these ranks; None if there is none.
@@ -92,13 +84,11 @@ class TokenHashes:
     def _hash_up_to(self, num_steps: int) -> None:
         burst = self._burst
         while self._num_hashed < num_steps:
-            self._hash(burst.first_step + self._num_hashed, len(burst.sequences) * burst.width)
+            step = burst.first_step + self._num_hashed
+            ids = self._state.ring.read(step, len(burst.sequences) * burst.width, self._state.check)
+            last = self.hashes[-1] if self.hashes else 0
+            self.hashes.append(zlib.crc32(array("q", [self._replica.digest, *ids]).tobytes(), last))
             self._num_hashed += 1
-
-    def _hash(self, step: int, num_words: int) -> None:
-        ids = self._state.ring.read(step, num_words, self._state.check)
-        last = self.hashes[-1] if self.hashes else 0
-        self.hashes.append(zlib.crc32(array("q", [self._replica.digest, *ids]).tobytes(), last))
 
 
 def _gather(comm: Communicator, values: list[int] | array) -> torch.Tensor | None:

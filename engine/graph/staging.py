@@ -1,6 +1,6 @@
 """Integers on their way from the host to the device, without the host waiting for the copy.
 
-Pinned memory must not be written again before it has been copied. Two slots take turns, and a slot is free once a step that was
+Pinned memory must not be written again before it has been copied. Slots take turns, and one is free once a step that was
 launched behind its copy has left its tokens in the ring: again a look at memory, not a synchronisation.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from engine.graph.token_ring import TokenRing
 
-_NUM_SLOTS = 2
+_NUM_SLOTS = 4  # a burst that goes on from a prefill takes three uploads before its first step is done
 _FREE = -1
 
 

@@ -50,12 +50,10 @@ class BurstBackend(Protocol):
     def end(self, burst: Burst) -> None:
         """All of the burst's tokens that count are in its sequences."""
 
-    def choose(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+    def choose(self, sequences: list[Sequence], logits: torch.Tensor) -> Burst:
         """Choose the next tokens of `sequences` by what a step beside bursts says: `logits` fp32 `[len(sequences), local_vocab]`,
-        those of their last tokens. Only while no burst runs. Waits for nothing."""
-
-    def read_choice(self, num_rows: int) -> list[int]:
-        """What was chosen last; `NO_TOKEN` where there was nothing to choose from. Waits for it."""
+        those of their last tokens. The step is the first of the burst that is returned, which may go on. Only while no burst
+        runs. Waits for nothing."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +94,7 @@ class _StateBackend(ABC):
 
     def launch(self, burst: Burst, num_steps: int) -> None:
         kind = StepKind(self._padded(len(burst.sequences)), burst.is_filtered, burst.num_drafts)
+        self._prepare(kind)  # of a burst that a step beside bursts began
         with self._profiler.launching(num_steps):
             self.state.extend(burst.sequences, list(burst.lengths.values()), num_steps * burst.width)
             for _ in range(num_steps):
@@ -116,16 +115,14 @@ class _StateBackend(ABC):
         if burst.num_drafts:
             self._drafter.note_end(burst.sequences)
 
-    def choose(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+    def choose(self, sequences: list[Sequence], logits: torch.Tensor) -> Burst:
         is_filtered = any(sequence.rules.is_active(sequence.num_output) for sequence in sequences)
         self.state.begin(sequences, is_filtered)
         self.state.extend(sequences, [len(sequence.token_ids) - 1 for sequence in sequences], 1)
         rows = self.state.rows(len(sequences), is_filtered)
         self._operators.advance(rows, *self._operators.choose(rows, logits))
         self.state.num_launched += 1
-
-    def read_choice(self, num_rows: int) -> list[int]:
-        return self.state.ring.read(self.state.num_launched - 1, num_rows, self.state.check)
+        return Burst(list(sequences), self.state.num_launched - 1, is_filtered, num_launched=1)
 
     def _step(self, state: RowState, kind: StepKind, marks: Marks = NO_MARKS) -> None:
         if kind.num_drafts:

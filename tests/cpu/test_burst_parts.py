@@ -88,7 +88,7 @@ class RecordingRing:
 def test_pinned_memory_is_written_again_only_after_a_step_behind_its_copy():
     ring = RecordingRing()
     staging = Staging(8, ring, CPU)
-    for turn in range(5):
+    for turn in range(7):
         a, b = staging.upload([numpy.array([[turn, 2], [3, 4]]), numpy.array([-turn])], 10 * turn, no_check)
         assert (a.tolist(), b.tolist()) == ([[turn, 2], [3, 4]], [-turn])
     assert ring.waits == [0, 10, 20]

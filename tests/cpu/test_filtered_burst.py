@@ -32,7 +32,7 @@ SINGLE = (
 @pytest.mark.parametrize("options", SINGLE, ids=lambda options: "-".join(options))
 def test_each_option_alone(model, options):  # noqa: F811
     run, plain, recorder = compare(model, lambda: [request(text, idx, **options) for idx, text in enumerate(prompts(2))])
-    assert recorder.num_begun > 0 and run.stats.num_waits == 0 < plain.stats.num_waits
+    assert recorder.num_bursts > 0 and run.stats.num_waits == 0 < plain.stats.num_waits
     without = {name: value for name, value in options.items() if name == "temperature"}
     assert run.token_ids != answer(model, [request(text, idx, **without) for idx, text in enumerate(prompts(2))]).token_ids
 
@@ -45,7 +45,7 @@ def test_rows_of_all_kinds_that_come_and_end(model, size):  # noqa: F811
     plan = [(text, rng.choice(kinds), rng.randint(1, 30)) for text in prompts(14, seed=size)]
     rows = lambda: [request(text, idx, max_tokens=count, **kind) for idx, (text, kind, count) in enumerate(plan)]  # noqa: E731
     run, _, recorder = compare(model, rows, size, max_batch=4)
-    assert recorder.num_begun > 3 and recorder.num_launched > 30
+    assert recorder.num_bursts > 3 and recorder.num_launched > 30
 
 
 @pytest.mark.parametrize("size", (1, 2))
@@ -78,7 +78,7 @@ def test_counts_survive_a_row_that_needs_rank_0_and_a_page_shortage(model):  # n
     page = 2 * 2 * 16 * 16 * 4 * 2
     for settings in ({"max_batch": 2}, {"kv_memory_bytes": 10 * page, "max_model_len": 128}):
         run, _, recorder = compare(model, rows, **settings)
-        assert recorder.num_begun > 1 and run.stats.num_waits >= 8
+        assert recorder.num_bursts > 1 and run.stats.num_waits >= 8
     assert run.num_preemptions > 0
 
 
