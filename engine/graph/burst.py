@@ -6,6 +6,9 @@ message may *continue* the burst: it is sent when the last few steps still run, 
 anything changes (a row ended or came), rank 0 reads on to the last step that was launched, and the burst is over. What a row that
 has ended was computed beyond its end counts nowhere: its tokens are not taken, and its pages are given back.
 
+A burst may go on from a step beside bursts, one that lets rows in, if that gives every row a token and nobody else could join. It
+is the first of the burst then, chosen on the device like the others: between prefill and decode the device waits for nobody.
+
 With drafts (`engine.graph.speculative_step`) a step gives each row one token or more. How many, the host learns when it reads
 them; until then it counts with the most.
 """

@@ -217,6 +217,7 @@ class GraphStep(_StateBackend):
             self._operators.comm.barrier()  # to allocate is to wait for peers that share the GPU, so none of them runs anything
             state = self.state.scratch(kind.num_rows)
             rows = state.rows(kind.num_rows, kind.is_filtered)
+            self._stream.wait_stream(torch.cuda.current_stream())  # which fills `state`
             with torch.cuda.stream(self._stream):
                 if kind.num_drafts:
                     self._step(state, kind)

@@ -142,6 +142,32 @@ def test_rows_with_penalties_get_no_drafts(folders, options):
     assert answer_on_gpu(replica, rows((20, 30, 40)), speculation=speculate(4)).drafts.num_proposals > 0
 
 
+def test_a_step_is_tried_out_once_its_rows_are_not_there(folders, monkeypatch):
+    """Rows to try a step on are made on torch's stream, the step runs on another. Late as they are here, it must wait for them: a
+    row that is there would write keys and values over somebody's."""
+    from engine.graph.row_state import PADDING, RowState
+    from engine.graph.step import StepKind
+
+    replica = open_replica(folders["qwen2"], "cuda", max_batch=1, num_drafts=2, is_ngram=True)
+    caches = replica.backend.kv.keys, replica.backend.kv.values
+    for cache in caches:
+        cache.normal_()
+    before, make = [cache.clone() for cache in caches], RowState.scratch
+
+    def make_late(self: RowState, count: int) -> RowState:
+        state = make(self, count)
+        state._positions.zero_()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(100_000_000)
+        state._positions.fill_(PADDING)
+        return state
+
+    monkeypatch.setattr(RowState, "scratch", make_late)
+    replica.burst_backend._prepare(StepKind(1, num_drafts=2))
+    torch.cuda.synchronize()
+    assert all(torch.equal(*pair) for pair in zip(before, caches))
+
+
 def test_few_pages_and_stops(folders):
     pages = {"kv_memory_bytes": 40 * 2 * 2 * 16 * 2 * 64 * 4, "max_batch": 9, "max_model_len": 256}
     requests = lambda: rows((60, 50, 70, 30, 20, 10, 90), 100)  # noqa: E731
