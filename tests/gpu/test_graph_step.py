@@ -142,7 +142,7 @@ def test_a_step_writes_its_own_slots_and_no_others(folders, steps):
         wanted = eager.backend.run(build_batch([ScheduledRow.of(s, 1) for s in sequences], 16, eager.device)).argmax(-1).tolist()
         burst = graph.burst_backend.begin(sequences)
         graph.burst_backend.launch(burst, 1)
-        assert graph.burst_backend.read(burst) == wanted
+        assert graph.burst_backend.read(burst) == [[token_id] for token_id in wanted]
     torch.cuda.synchronize()
     slots = [s.pages[s.num_computed // 16] * 16 + s.num_computed % 16 for s in sequences]
     is_new = torch.zeros(num_slots, dtype=torch.bool, device="cuda").index_fill_(0, torch.tensor(slots, device="cuda"), True)
