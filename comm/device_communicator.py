@@ -28,9 +28,8 @@ from launch.errors import ConnectError, DoorbellError, PeerLost
 class DeviceCommunicator(ControlledCommunicator):
     """`Communicator` over `collectives` and `vocabulary`, named after what `heap` is made of. Closes `heap` and `control`.
 
-    Reductions are enqueued on torch's current stream and never wait for the host, but where ranks share a GPU and no graph is
-    captured: there one waits until all ranks have computed what they sum. A kernel that gave up waiting for a peer is noticed at
-    the next call.
+    Reductions are enqueued on torch's current stream and never wait for the host. A kernel that gave up waiting for a peer is
+    noticed at the next call.
 
     `open_nccl` connects NCCL, which takes the largest messages; None where ranks share GPUs. It is called at the first such
     message, on all ranks alike because they make the same calls, and never inside a graph capture, where NCCL is not used.
@@ -61,10 +60,6 @@ class DeviceCommunicator(ControlledCommunicator):
         self._device_watch.check()
         if not x.is_cuda or x.dtype not in ELEMS:
             return self._control.all_reduce(x)
-        if not self.is_one_rank_per_gpu and not torch.cuda.is_current_stream_capturing():
-            # What a peer has to compute before it comes may find no room on the GPU beside those that wait for it there.
-            torch.cuda.current_stream().synchronize()
-            self.barrier()
         num_bytes = x.numel() * x.element_size()
         algorithm = pick(num_bytes, self.size, self.is_one_rank_per_gpu, is_capturing=False)
         if algorithm == NCCL:
