@@ -21,9 +21,9 @@ if ! nvidia-cuda-mps-control -d; then
     exit 1
 fi
 # In the background, so that a signal is handled at once and not when the command ends; it keeps our standard input.
-child= stopped=
+child= stopped= interrupted=
 stop() {
-    stopped=1
+    stopped=1 interrupted=1
     if [ -n "$child" ]; then kill -TERM "$child" 2>/dev/null; fi
 }
 trap stop INT TERM HUP
@@ -33,9 +33,12 @@ child=$!
 if [ -n "$stopped" ]; then stop; fi # it came before we knew whom to tell
 wait "$child"
 code=$?
-while kill -0 "$child" 2>/dev/null; do # a signal ended the wait, not the command
+# What a signal ended may have been the wait, not the command. Where it was the command, whose code we have, 127 is the answer.
+while [ -n "$interrupted" ]; do
+    interrupted=
     wait "$child"
-    code=$?
+    again=$?
+    if [ "$again" -ne 127 ]; then code=$again; fi
 done
 echo "quit -t 10" | nvidia-cuda-mps-control >/dev/null 2>&1
 rm -rf "$folder"
