@@ -202,14 +202,8 @@ class Leader:
 
     def receive_choice(self, sequences: list[Sequence], chosen: list[list[int]]) -> None:
         """Take the tokens that the device chose after a step beside bursts, one a row."""
-        for sequence, (token_id,) in zip(sequences, chosen):
-            seq_id = sequence.seq_id
-            current = self.samples[seq_id]
-            completion = current.fail(NOT_A_NUMBER) if token_id == NO_TOKEN else current.accept(token_id, self.max_tokens_total)
-            if completion is not None:
-                self._finish(current, completion)
-            else:
-                self._message.tokens.append((seq_id, [token_id]))
+        for sequence, token_ids in zip(sequences, chosen):
+            self._take_burst(self.samples[sequence.seq_id], token_ids)
 
     def receive(self, rows: list[ScheduledRow], logits: torch.Tensor | None) -> int:
         """Choose the next tokens from a step's `logits` (fp32 `[n, full_vocab]`), and guess at those after them.
