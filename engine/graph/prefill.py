@@ -20,6 +20,7 @@ import torch
 from engine.graph.chunk_tokens import ChunkTokens, chunk_tokens, count_single
 from engine.graph.operators import Operators
 from engine.graph.prefill_step import prefill_step
+from engine.graph.row_state import PADDING
 from engine.profile.marks import NO_MARKS, Marks
 from engine.rope import inverse_frequencies
 from engine.scheduler import Limits
@@ -38,7 +39,6 @@ LAYER_LAUNCHES_S, PREFILL_FLOP_S = 0.38e-3, 650e12
 # Rows that decode beside them. Few, for there is a graph of each with each bucket, and such a row costs little.
 SINGLE_BUCKETS = (4, 16, 64, 256)
 TOKENS_A_PROMPT, LEAST_PROMPTS = 16, 4  # prompts that a bucket has room for: one in so many tokens, and a few at the least
-PADDING = -1  # the position of a row that is not there
 
 
 def buckets_up_to(num_tokens: int) -> tuple[int, ...]:

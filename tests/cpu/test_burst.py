@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from engine.drafts.depth import FixedDepth
 from engine.drafts.ngram import NgramDrafter
 from engine.drafts.speculation import Speculation
 from engine.graph.burst import MAX_BURST_STEPS, NUM_STEPS_BEHIND
-from engine.request import Request
+from engine.request import Request, Sample
 from kernels.filter_logits import MAX_BIASES, MAX_FORBIDDEN
 from tests.cpu.engine_harness import answer, request, twin_bursts
 from tests.cpu.tiny import make_model, save_model
@@ -100,6 +101,13 @@ def test_greedy_and_seeded_rows_say_the_same(model, size):
     assert recorder.most_ahead <= MAX_BURST_STEPS + NUM_STEPS_BEHIND
 
 
+def test_the_collector_keeps_out_of_runs_and_comes_back(model, monkeypatch):
+    seen, accept = [], Sample.accept
+    monkeypatch.setattr(Sample, "accept", lambda *args: seen.append(gc.get_freeze_count()) or accept(*args))
+    compare(model, lambda: [request(text, max_tokens=3) for text in prompts(2)])
+    assert seen and min(seen) > 10_000 and gc.get_freeze_count() == 0
+
+
 @pytest.mark.parametrize("size", (1, 2))
 def test_first_tokens_that_only_rank_0_can_choose(model, size):
     """A row that wants log-probabilities: while it is open, rank 0 chooses after steps that let rows in."""
@@ -113,11 +121,25 @@ def test_first_tokens_that_only_rank_0_can_choose(model, size):
     assert recorder.num_chosen > 0, "the row has gone"
 
 
+def test_a_prefill_is_gone_on_from_only_if_nobody_could_join_and_all_need_more(model):
+    long = [[idx + 3] * 20 for idx in range(3)]
+    # Two prompts fill the first step. The third is not kept waiting for a burst of the two.
+    _, _, recorder = compare(model, lambda: [request(text, max_tokens=10) for text in long], max_step_tokens=40, max_batch=3)
+    assert recorder.num_chosen == 2 and recorder.num_launched == 11
+    _, _, recorder = compare(model, lambda: [request(text, max_tokens=1) for text in long])
+    assert recorder.num_chosen == recorder.num_launched == 1, "a row that has its only token needs no steps"
+
+
 def test_the_first_token_of_a_penalised_row(model):
-    """Its prompt counts once, the output not at all: what is chosen first on the device is what rank 0 would have chosen."""
+    """Its prompt counts once, the output not at all: what is chosen first on the device is what rank 0 would have chosen. The
+    prompt's last token is the likeliest with one of the biases, and no more if it were taken for a token of the output."""
     texts = [[5, 6, 7, 5], [9] * 20, [3, 8, 3, 8, 8]]
-    for own in ({"repetition_penalty": 1.5}, {"presence_penalty": 1.9, "frequency_penalty": 1.3}, {"repetition_penalty": 0.4}):
-        rows = lambda: [request(text, idx, max_tokens=20, temperature=1.0, **own) for idx, text in enumerate(texts * 3)]  # noqa: B023, E731
+    for own in ({"repetition_penalty": 1.5}, {"presence_penalty": 1.9, "frequency_penalty": 1.3}):
+        rows = lambda: [  # noqa: E731
+            request(text, idx, max_tokens=3, logit_bias=((text[-1], bias / 2),), **own)  # noqa: B023
+            for bias in range(13)
+            for idx, text in enumerate(texts)
+        ]
         for settings in ({}, {"max_batch": 2}):
             _, _, recorder = compare(model, rows, **settings)
             assert recorder.num_chosen > 0
