@@ -56,6 +56,15 @@ class Communicator(ABC):
     def broadcast_object(self, value: Any = None) -> Any:
         """Give rank 0's JSON-serialisable `value` to every rank. For rare, host-side data; not for the step."""
 
+    def meet(self, is_idle: bool = False) -> None:  # noqa: B027
+        """Where ranks share a GPU, wait on the host until all have come so far; else do nothing.
+
+        To be called between what a rank prepares for a step and the launch of kernels that wait for peers: to take memory, or to
+        load a kernel, is to wait for the peers' kernels on that GPU, which must not wait for this rank in turn. `is_idle`: wait
+        for the rank's current stream first, since what a peer has to compute may find no room beside kernels that wait for it.
+        Does nothing inside a graph capture.
+        """
+
     @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has called it."""

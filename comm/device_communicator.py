@@ -28,8 +28,9 @@ from launch.errors import ConnectError, DoorbellError, PeerLost
 class DeviceCommunicator(ControlledCommunicator):
     """`Communicator` over `collectives` and `vocabulary`, named after what `heap` is made of. Closes `heap` and `control`.
 
-    Reductions are enqueued on torch's current stream and never wait for the host. A kernel that gave up waiting for a peer is
-    noticed at the next call.
+    Reductions are enqueued on torch's current stream and never wait for the host, but where ranks share a GPU and no graph is
+    captured: there one waits until all ranks have computed what they sum. A kernel that gave up waiting for a peer is noticed at
+    the next call.
 
     `open_nccl` connects NCCL, which takes the largest messages; None where ranks share GPUs. It is called at the first such
     message, on all ranks alike because they make the same calls, and never inside a graph capture, where NCCL is not used.
@@ -60,6 +61,7 @@ class DeviceCommunicator(ControlledCommunicator):
         self._device_watch.check()
         if not x.is_cuda or x.dtype not in ELEMS:
             return self._control.all_reduce(x)
+        self.meet(is_idle=True)
         num_bytes = x.numel() * x.element_size()
         algorithm = pick(num_bytes, self.size, self.is_one_rank_per_gpu, is_capturing=False)
         if algorithm == NCCL:
@@ -70,11 +72,19 @@ class DeviceCommunicator(ControlledCommunicator):
         getattr(self.collectives, algorithm)(x)
         return x
 
+    def meet(self, is_idle: bool = False) -> None:
+        if self.is_one_rank_per_gpu or torch.cuda.is_current_stream_capturing():
+            return
+        if is_idle:
+            torch.cuda.current_stream().synchronize()
+        self.barrier()
+
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
         """Never waits for the host where `x` is on the GPU and of a type of `ELEMS`; gloo carries what is not."""
         self._device_watch.check()
         if not x.is_cuda or x.dtype not in ELEMS:
             return self._control.gather(x)
+        self.meet(is_idle=True)
         return self.vocabulary.gather(x.contiguous(), root=0)
 
     def broadcast_ints(self, values: Sequence[int] | None) -> list[int]:

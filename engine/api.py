@@ -29,7 +29,7 @@ from engine.graph.loading import speculates_on_device
 from engine.graph.prefill import PrefillStep
 from engine.leader import Leader
 from engine.loading import build_replica, draw_blueprint, open_communicator
-from engine.loop import ListSource, RunStats, follow, lead
+from engine.loop import ListSource, follow, lead
 from engine.options import check_params, parse_options
 from engine.phases import Phases
 from engine.prepare import fresh_seed
@@ -37,6 +37,7 @@ from engine.profile.profiler import Profiler
 from engine.refused import Refused
 from engine.request import Request
 from engine.rows import Row
+from engine.run_stats import RunStats
 from engine.sampling_params import SamplingParams
 from engine.settings import EngineSettings
 from launch.devices import resolve_device

@@ -6,7 +6,7 @@ The leader never touches the schedule; it only reads what its own replica schedu
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from engine.completion import Completion, TokenLogprob
 from engine.detokenizer import Detokenizer
 from engine.drafts.speculation import Speculation
+from engine.graph.burst import Burst
 from engine.graph.row_state import Speculable
 from engine.graph.token_ring import NO_TOKEN
 from engine.request import Request, Sample
@@ -68,6 +69,8 @@ class Leader:
         self._message = StepMessage()
         self._burst_tokens: dict[int, list[int]] = {}
         self._steps_read = 0
+        self._bound: set[int] = set()  # rows whose tokens only rank 0 can choose
+        self._leaving: set[int] = set()  # rows that the schedule has lost, and whose last tokens are still to be read
         self._next_id = 0
 
     @property
@@ -94,6 +97,8 @@ class Leader:
             self._next_id += 1
             first_id = sequence.seq_id if first_id is None else first_id
             self._message.added.append(sequence)
+            if request.params.logprobs is not None or sequence.wants_prompt_logits or not sequence.rules.is_small:
+                self._bound.add(sequence.seq_id)
             self.samples[sequence.seq_id] = self._open_sample(request, sample_idx, sequence, state)
 
     def _sampler_state(self, request: Request, sample_idx: int) -> SamplerState:
@@ -111,14 +116,14 @@ class Leader:
 
     def take_message(
         self, exit_code: int | None = None, burst_steps: int = 0, num_drafts: int = 0, is_chosen_alone: bool = False,
-        is_continued: bool = False,
+        is_continued: bool = False, is_ahead: bool = False,
     ) -> list[int]:  # fmt: skip
         """The message for the next step. Tokens and rows named in it are not named again."""
         message, self._message = self._message, StepMessage()
         message.burst_steps, message.num_drafts, message.is_continued = burst_steps, num_drafts, is_continued
         message.tokens += self._burst_tokens.items()
         message.steps_read, self._steps_read = self._steps_read, 0
-        message.is_chosen_alone = is_chosen_alone
+        message.is_chosen_alone, message.is_ahead = is_chosen_alone, is_ahead
         self._burst_tokens = {}
         if exit_code is not None:
             message.exit_code = exit_code
@@ -142,40 +147,62 @@ class Leader:
             return 0  # what a row says within a step would change what it may say next
         return min(self.speculation.choose_for_burst(running), speculable.max_drafts)
 
-    def steps_alone(self, num_drafts: int = 0, running: Container[Sequence] = ()) -> int:
+    def steps_alone(self, num_drafts: int = 0, running: Iterable[Sequence] = ()) -> int:
         """How many steps every row past its prompt still needs, if all of its tokens can be chosen without rank 0; 0 if they
         cannot, or if drafts are made between the steps. With `num_drafts` in each, as many as it takes at the present rate.
         `running`: rows that are past their prompt though nothing of them has been read."""
         if self.speculation is not None and self.speculation.drafter is not None:
             return 0
-        past = (sample for sample in self.samples.values() if sample.token_ids or sample.sequence in running)
+        seq_ids = {sequence.seq_id for sequence in running}
+        past = (sample for seq_id, sample in self.samples.items() if sample.token_ids or seq_id in seq_ids)
         num_tokens = min(map(self._tokens_alone, past), default=0)
         return num_tokens if num_drafts == 0 else math.ceil(num_tokens / self.speculation.expected_tokens(num_drafts))
 
     def _tokens_alone(self, current: Sample) -> int:
-        params, num_tokens = current.request.params, len(current.token_ids)
-        if params.logprobs is not None or not current.sequence.rules.is_small:
+        if current.request.params.logprobs is not None or not current.sequence.rules.is_small:
             return 0
+        return self._tokens_left(current)
+
+    def _tokens_left(self, current: Sample) -> int:
+        """How many more tokens a row may have."""
+        params, num_tokens = current.request.params, len(current.token_ids)
         room = self.max_tokens_total - current.sequence.num_prompt - num_tokens
         return room if params.max_tokens is None else min(room, params.max_tokens - num_tokens)
 
     def is_chosen_alone(self) -> bool:
         """Whether all tokens of the open rows can be chosen without rank 0, their first ones too, and no drafts are made of them
         on rank 0."""
-        if self.speculation is not None and self.speculation.drafter is not None:
-            return False
-        asked = ((sample.request.params, sample.sequence) for sample in self.samples.values())
-        return all(
-            params.logprobs is None and not sequence.wants_prompt_logits and sequence.rules.is_small for params, sequence in asked
-        )
+        return not self._bound and (self.speculation is None or self.speculation.drafter is None)
 
     def is_any_open(self, sequences: list[Sequence]) -> bool:
         return any(sequence.seq_id in self.samples for sequence in sequences)
 
-    def receive_burst(self, sequences: list[Sequence], chosen: list[list[int]], num_drafts: int = 0) -> int:
-        """Take the tokens of one step of a burst, by row, as if they had been chosen here. Returns how many were for rows still
-        open."""
-        self._steps_read += 1
+    def steps_ahead(self, burst: Burst) -> int | None:
+        """How many steps without rank 0 there may be behind all that have been launched of `burst`, before these are read; 0 if
+        the next step is one that prefills. None if they have to be read first, or if nothing would be left to compute."""
+        if self.speculation is not None or self._bound:
+            return None
+        left = [self._tokens_left(sample) - burst.num_unread for sample in self._open(burst)]
+        staying = [count for count in left if count > 0]
+        return min(staying) if staying else 0 if len(self.samples) > len(left) else None
+
+    def leave_ahead(self, burst: Burst) -> None:
+        """Rows that have all their tokens with the launched steps of `burst` leave with the next message, though not all of them
+        have been read."""
+        gone = [sample.sequence.seq_id for sample in self._open(burst) if self._tokens_left(sample) <= burst.num_unread]
+        self._message.finished += gone
+        self._leaving.update(gone)
+
+    def _open(self, burst: Burst) -> list[Sample]:
+        """The rows of `burst` that have not ended."""
+        return [self.samples[sequence.seq_id] for sequence in burst.sequences if sequence.seq_id in self.samples]
+
+    def receive_burst(
+        self, sequences: list[Sequence], chosen: list[list[int]], num_drafts: int = 0, is_last: bool = False
+    ) -> int:
+        """Take the tokens of one step of a burst, by row, as if they had been chosen here. `is_last`: the step is of the last
+        burst, ahead of which the next steps were launched. Returns how many were for rows still open."""
+        self._steps_read += not is_last
         if self.speculation is not None and num_drafts == 0:
             self.speculation.note_plain_step()
         num_taken = 0
@@ -197,13 +224,9 @@ class Leader:
             if completion is not None:
                 self._finish(current, completion)
                 return num_taken
-            self._burst_tokens.setdefault(seq_id, []).append(token_id)
+            if seq_id not in self._leaving:
+                self._burst_tokens.setdefault(seq_id, []).append(token_id)
         return len(token_ids)
-
-    def receive_choice(self, sequences: list[Sequence], chosen: list[list[int]]) -> None:
-        """Take the tokens that the device chose after a step beside bursts, one a row."""
-        for sequence, token_ids in zip(sequences, chosen):
-            self._take_burst(self.samples[sequence.seq_id], token_ids)
 
     def receive(self, rows: list[ScheduledRow], logits: torch.Tensor | None) -> int:
         """Choose the next tokens from a step's `logits` (fp32 `[n, full_vocab]`), and guess at those after them.
@@ -235,6 +258,8 @@ class Leader:
         """Forget every open row."""
         self.samples.clear()
         self._burst_tokens.clear()
+        self._leaving.clear()
+        self._bound.clear()
         if self.speculation is not None:
             self.speculation.drop_all()
 
@@ -272,7 +297,11 @@ class Leader:
 
     def _finish(self, current: Sample, completion: Completion) -> None:
         seq_id = current.sequence.seq_id
-        self._message.finished.append(seq_id)
+        if seq_id in self._leaving:
+            self._leaving.remove(seq_id)
+        else:
+            self._message.finished.append(seq_id)
+        self._bound.discard(seq_id)
         del self.samples[seq_id]
         if self.speculation is not None:
             self.speculation.drop(seq_id)

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from engine.loop import RunStats
+from engine.run_stats import RunStats
 
 PLAIN_INTERVAL_S = 5.0
 

@@ -19,7 +19,6 @@ from engine.graph.loading import speculates_on_device
 from engine.job import Counts, Job
 from engine.leader import Leader
 from engine.loading import Blueprint
-from engine.loop import RunStats
 from engine.output import STDOUT, OutputWriter
 from engine.prepare import RowPreparer, fill_defaults, fresh_seed
 from engine.profile.profile import Profile
@@ -32,6 +31,7 @@ from engine.replica import Replica
 from engine.resume import ResumeState, open_output
 from engine.row_count import count_rows, is_read_once
 from engine.rows import Row, RowError, read_rows
+from engine.run_stats import RunStats
 from engine.side_file import RunIdentity, input_identity
 from engine.sinks import RowSink, Sink, TextSink
 from engine.summary import summary_lines

@@ -13,6 +13,7 @@ import torch
 
 from comm.communicator import Communicator
 from engine.graph.burst import MAX_BURST_STEPS, Burst
+from engine.graph.row_state import LastTokens
 from engine.graph.step import BurstBackend
 from engine.profile.marks import NO_MARKS, Marks
 from engine.profile.step_profiler import NO_PROFILER, StepProfiler
@@ -34,13 +35,11 @@ class StepBackend(Protocol):
 
 @dataclass(frozen=True)
 class Computed:
-    """The `rows` of a step, and what it says about their next tokens: on rank 0 the fp32 `logits` asked for, `[n, full_vocab]`;
-    or `chosen`, whose next unread step has the tokens of the rows that are sampled. If that is the running burst, its other steps
-    are launched already."""
+    """The `rows` of a step, and what it says about their next tokens: on rank 0 the fp32 `logits` asked for, `[n, full_vocab]`.
+    If the device chooses the tokens itself, the step is the first of the burst that runs then."""
 
     rows: list[ScheduledRow]
     logits: torch.Tensor | None = None
-    chosen: Burst | None = None
 
 
 class Replica:
@@ -75,10 +74,11 @@ class Replica:
         self.digest = zlib.crc32(array("q", ints).tobytes(), self.digest)
         message = StepMessage.decode(ints)
         for seq_id, token_ids in message.tokens:
-            take = self.scheduler.append if self.burst is None else self.scheduler.advance
-            take(self.sequences[seq_id], token_ids)
+            self._take(self.sequences[seq_id], token_ids)
         if self.burst is not None:
             self.burst.num_applied += message.steps_read
+            if message.is_ahead:
+                self.scheduler.go_ahead(self.burst.sequences, self.burst.num_launched - self.burst.num_applied)
             if not message.is_continued:
                 self.burst_backend.end(self.burst)
                 self.burst = None
@@ -91,6 +91,13 @@ class Replica:
         self._drafts, self._burst_steps, self._num_drafts = dict(message.drafts), message.burst_steps, message.num_drafts
         self._is_chosen_alone = message.is_chosen_alone
         return message
+
+    def _take(self, sequence: Sequence, token_ids: Ints[int]) -> None:
+        rest = self.scheduler.read_ahead(sequence, token_ids)
+        if self.burst is not None:
+            self.scheduler.advance(sequence, rest)
+        elif rest:
+            self.scheduler.append(sequence, rest)
 
     def drop_all(self) -> None:
         """Forget every open row and give its pages back."""
@@ -112,7 +119,7 @@ class Replica:
     def step(self) -> Computed | None:
         """Compute the next step. *Collective*.
 
-        None if a burst is what comes next: its steps are launched, and on rank 0 `read_burst` has their tokens.
+        None if a burst is what comes next: its steps are launched. On rank 0 `read` has the tokens of bursts.
         """
         if self.burst is not None:
             self._launch(self.burst)
@@ -123,28 +130,35 @@ class Replica:
             self._launch(self.burst)
             return None
         marks = self.profiler.marks(rows)
-        batch = build_batch(rows, self.scheduler.pool.page_size, self.device)
+        last_tokens = None if self.burst_backend is None else self.burst_backend.last_tokens
+        batch = build_batch(rows, self.scheduler.pool.page_size, self.device, last_tokens)
         local_logits = self.backend.run(batch, marks)
         sampled = [row.sequence for row in rows if row.is_sampled]
         if sampled and self._can_choose(len(sampled), local_logits.shape[0]):
-            return Computed(rows, chosen=self._choose(rows, sampled, local_logits))
+            self._choose(rows, sampled, local_logits)
+            return Computed(rows)
         self.scheduler.complete(rows)
         if batch.logit_idx.numel() == 0:
             return Computed(rows)
         logits = self.comm.gather(local_logits)
         return Computed(rows, None if logits is None else logits[:, : self.full_vocab])
 
-    def read_choice(self, chosen: Burst) -> list[list[int]]:
-        """The tokens of a step that no burst went on from. Rank 0 only; waits for them."""
-        return self.burst_backend.read(chosen)
-
-    def read_burst(self) -> list[list[int]]:
-        """The tokens of the running burst's next unread step, by row. Rank 0 only; waits for them."""
-        return self.burst_backend.read(self.burst)
+    def read(self, burst: Burst) -> list[list[int]]:
+        """The tokens of the next unread step of the running burst, or of the one before, by row. Rank 0 only; waits for them."""
+        return self.burst_backend.read(burst)
 
     def room_ahead(self, limit: int) -> int:
         """How many steps, at most `limit`, the running burst could be continued by."""
         return self._room(self.burst.lengths, limit, self.burst.width)
+
+    def can_go_ahead(self) -> bool:
+        """Whether the step after the running burst could be scheduled before the burst's tokens are known, as far as this replica
+        can tell: the device chooses behind it, and no row loses its pages, for what to compute again would not be known."""
+        backend, running = self.burst_backend, self.scheduler.running.values()
+        if self.burst.num_drafts or self.profiler.is_active or self.scheduler.limits.max_batch > backend.max_rows:
+            return False
+        lengths = {sequence: sequence.num_tokens - 1 for sequence in running} | self.burst.lengths
+        return self.scheduler.room_ahead(lengths, 1) > 0
 
     def _can_choose(self, num_sampled: int, num_logits: int) -> bool:
         """Whether the device chooses the next tokens of a step's `num_sampled` rows, of which there are `num_logits`."""
@@ -152,18 +166,16 @@ class Replica:
             return False
         return num_sampled == num_logits <= self.burst_backend.max_rows
 
-    def _choose(self, rows: list[ScheduledRow], sampled: list[Sequence], local_logits: torch.Tensor) -> Burst:
-        """Choose the next tokens of `sampled`, and go on at once with steps of a burst, where all rows have an answer and nobody
-        else could join: then the host has no part in the border between prefill and decode."""
-        chosen = self.burst_backend.choose(sampled, local_logits)
+    def _choose(self, rows: list[ScheduledRow], sampled: list[Sequence], local_logits: torch.Tensor) -> None:
+        """Choose the next tokens of `sampled`: the first step of a burst. It goes on at once where all rows have an answer and
+        nobody else could join: then the host has no part in the border between prefill and decode."""
+        self.burst = self.burst_backend.choose(sampled, local_logits)
         num_more = min(sequence.max_output - sequence.num_output for sequence in sampled) - 1
-        lengths = {sequence: len(sequence.token_ids) for sequence in sampled}
-        num_steps = self._room(lengths, min(num_more, MAX_BURST_STEPS), 1) if self._is_settled(len(sampled)) else 0
-        self.scheduler.complete(rows, num_open=int(num_steps > 0))
-        if num_steps > 0:
-            self.burst, self._burst_steps = chosen, num_steps
-            self._launch(chosen)
-        return chosen
+        for row in rows:
+            self.scheduler.complete([row], num_open=int(row.is_sampled))
+        self._burst_steps, self.burst.is_settled = min(num_more, MAX_BURST_STEPS), self._is_settled(len(sampled))
+        if self._burst_steps > 0 and self.burst.is_settled:
+            self._launch(self.burst)
 
     def _is_settled(self, num_sampled: int) -> bool:
         """Whether the next step would be one of a burst, without drafts, of those `num_sampled` rows."""
@@ -194,19 +206,29 @@ class Replica:
         """As many of the steps that rank 0 allows as there is room for."""
         lengths = burst.lengths
         num_steps = self._room(lengths, self._burst_steps, burst.width)
-        self.scheduler.reserve_ahead(lengths, num_steps, burst.width)
-        self.burst_backend.launch(burst, num_steps)
+        if num_steps > 0:
+            self.scheduler.reserve_ahead(lengths, num_steps, burst.width)
+            self.burst_backend.launch(burst, num_steps)
 
 
-def build_batch(rows: list[ScheduledRow], page_size: int, device: torch.device) -> StepBatch:
-    """Lay the scheduled tokens of `rows` one after the other. *Stream*: all goes to `device` in one copy, not waited for."""
+def build_batch(
+    rows: list[ScheduledRow], page_size: int, device: torch.device, last_tokens: LastTokens | None = None
+) -> StepBatch:
+    """Lay the scheduled tokens of `rows` one after the other; `last_tokens` has those that only the device knows.
+
+    *Stream*: all goes to `device` in one copy, not waited for.
+    """
     token_ids: list[int] = []
+    ahead: list[tuple[int, int]] = []  # where, and of which row on the device
     logit_idx: list[int] = []
     spans: list[RowSpan] = []
     for row in rows:
         sequence, start = row.sequence, len(token_ids)
         token_ids += sequence.token_ids[row.first : row.first + row.num_tokens - len(row.draft_ids)]
         token_ids += row.draft_ids
+        if sequence.num_ahead:
+            ahead.append((start, last_tokens.rows[sequence]))
+            token_ids.append(0)
         spans.append(RowSpan(start, row.num_tokens, row.first, tuple(sequence.pages), row.num_logits))
         logit_idx += range(start + row.num_tokens - row.num_logits, start + row.num_tokens)
     page_table = numpy.zeros((len(spans), max(len(span.pages) for span in spans)), numpy.int64)
@@ -215,7 +237,12 @@ def build_batch(rows: list[ScheduledRow], page_size: int, device: torch.device) 
     positions = numpy.concatenate([numpy.arange(span.context_len, span.kv_len) for span in spans])
     row_idx = numpy.repeat(numpy.arange(len(spans)), [span.num_tokens for span in spans])
     slots = page_table[row_idx, positions // page_size] * page_size + positions % page_size
-    parts = (numpy.array(token_ids, numpy.int64), positions, slots, numpy.array(logit_idx, numpy.int64), page_table.ravel())
+    parts = (
+        numpy.array(token_ids, numpy.int64), positions, slots, numpy.array(logit_idx, numpy.int64), page_table.ravel(),
+        *numpy.array(ahead, numpy.int64).reshape(-1, 2).T,
+    )  # fmt: skip
     words = upload(torch.from_numpy(numpy.concatenate(parts)), device)
-    *flat, pages = words.split([part.size for part in parts])
+    *flat, pages, at, device_rows = words.split([part.size for part in parts])
+    if ahead:
+        flat[0].index_copy_(0, at, last_tokens.ids.index_select(0, device_rows))
     return StepBatch(*flat, tuple(spans), pages.view(page_table.shape))

@@ -91,6 +91,13 @@ class Scheduler:
         self._remember(sequence)
         self.pool.trim(sequence.pages, sequence.num_computed)
 
+    def read_ahead(self, sequence: Sequence, token_ids: Ints[int]) -> Ints[int]:
+        """Take in what the next steps were launched without knowing. Returns the tokens that are behind it."""
+        rest = sequence.read_ahead(token_ids)
+        if len(rest) < len(token_ids):
+            self._remember(sequence)
+        return rest
+
     def schedule(self, drafts: Mapping[int, Ints[int]] = MappingProxyType({})) -> list[ScheduledRow]:
         """Choose the next step's rows and take the pages they need. Empty only if there is no work.
 
@@ -145,6 +152,13 @@ class Scheduler:
         for sequence, length in lengths.items():
             self.pool.extend(sequence.pages, length + num_steps * width)
 
+    def go_ahead(self, sequences: Ints[Sequence], num_steps: int) -> None:
+        """Let the next step be scheduled without the tokens of `num_steps` steps of `sequences` that were computed ahead: takes
+        the place of `advance` for them. `read_ahead` brings the tokens."""
+        for sequence in sequences:
+            sequence.num_computed += num_steps
+            sequence.num_ahead += num_steps
+
     def advance(self, sequence: Sequence, token_ids: Ints[int]) -> None:
         """Take in tokens of steps that were computed ahead, in order. The row keeps the pages of those that are still to come."""
         sequence.num_computed += len(token_ids)
@@ -152,9 +166,10 @@ class Scheduler:
         self._remember(sequence)
 
     def _remember(self, sequence: Sequence) -> None:
-        """Only what has been chosen counts: a page that holds a draft must not be found by another row."""
+        """Only what has been chosen and is known counts: a page that holds a draft must not be found by another row."""
+        num_known = min(sequence.num_computed, len(sequence.token_ids))
         sequence.num_remembered_pages = self.pool.remember(
-            sequence.pages, sequence.token_ids, sequence.num_remembered_pages, sequence.num_computed
+            sequence.pages, sequence.token_ids, sequence.num_remembered_pages, num_known
         )
 
     def _add_drafts(self, row: ScheduledRow, draft_ids: Ints[int], budget: int) -> ScheduledRow:

@@ -21,7 +21,8 @@ class Sequence:
     their keys and values follow those of the `num_computed` tokens in the cache, but nobody has chosen them yet. `temperature`
     and `stream_key` are what the device needs to choose a token itself: 0 takes the likeliest, anything else draws with the
     noise of that stream (`engine.sampler`); `rules` is what else bears on the choice. `num_draft_computed`: of how many tokens a
-    draft model on the device has keys and values, in the same pages of its own cache.
+    draft model on the device has keys and values, in the same pages of its own cache. `num_ahead`: tokens behind `token_ids` that
+    steps choose which have been launched and not been read: they count as tokens, and only the device knows them.
     """
 
     seq_id: int
@@ -40,11 +41,16 @@ class Sequence:
     rules: TokenRules = NO_RULES
     num_draft_computed: int = 0
     max_output: int = NO_LIMIT
+    num_ahead: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_ahead
 
     @property
     def num_pending(self) -> int:
-        """Tokens known but not computed: 1 in steady decode, more during prefill or after a preemption."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens chosen but not computed: 1 in steady decode, more during prefill or after a preemption."""
+        return self.num_tokens - self.num_computed
 
     @property
     def is_prefilled(self) -> bool:
@@ -52,7 +58,14 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        return len(self.token_ids) - self.num_prompt
+        return self.num_tokens - self.num_prompt
+
+    def read_ahead(self, token_ids: Ints[int]) -> Ints[int]:
+        """Take in those of `token_ids` that `num_ahead` counts already. Returns the others."""
+        count = min(len(token_ids), self.num_ahead)
+        self.token_ids += token_ids[:count]
+        self.num_ahead -= count
+        return token_ids[count:]
 
     def append(self, token_ids: Ints[int]) -> None:
         """Take in chosen tokens, at least one, in order.

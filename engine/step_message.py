@@ -16,7 +16,7 @@ from engine.token_rules import TokenRules
 
 NO_SEQUENCE = -1
 GO_ON = -1
-_NUM_HEADER, _NUM_ADDED = 10, 9  # integers before the tokens, and of an added row before its rules and tokens
+_NUM_HEADER, _NUM_ADDED = 11, 9  # integers before the tokens, and of an added row before its rules and tokens
 
 
 @dataclass
@@ -26,8 +26,10 @@ class StepMessage:
 
     `burst_steps`: most decode steps that may run one after the other with no message between them (`engine.graph`), as far as the
     tokens go; 0 for a single step. `is_continued`: they follow those that run already, and no row joins or leaves.
-    `num_drafts`: guesses that the device makes and verifies for each row in such a step. `steps_read`: steps of the running burst
-    that `tokens` come from. `is_chosen_alone`: the device chooses the next tokens also after a step that prefills.
+    `is_ahead`: the next step follows those of the running burst before all of their tokens are known; they come with the next
+    message, but for rows that are in `finished` now. `num_drafts`: guesses that the device makes and verifies for each row in
+    such a step. `steps_read`: steps of the running burst that `tokens` come from, what they hold of the burst before not counted.
+    `is_chosen_alone`: the device chooses the next tokens also after a step that prefills.
 
     `exit_code` is `GO_ON`, or the code every rank leaves the loop with.
     """
@@ -42,10 +44,12 @@ class StepMessage:
     num_drafts: int = 0
     steps_read: int = 0
     is_chosen_alone: bool = False
+    is_ahead: bool = False
 
     def encode(self) -> list[int]:
         ints = [self.exit_code, len(self.tokens), len(self.finished), len(self.added), len(self.drafts)]
         ints += (self.burst_steps, int(self.is_continued), self.num_drafts, self.steps_read, int(self.is_chosen_alone))
+        ints.append(int(self.is_ahead))
         for seq_id, token_ids in (*self.tokens, *self.drafts):
             ints += (seq_id, len(token_ids), *token_ids)
         ints += self.finished
@@ -60,7 +64,7 @@ class StepMessage:
     def decode(cls, ints: Ints[int]) -> StepMessage:
         message = cls(
             exit_code=ints[0], burst_steps=ints[5], is_continued=bool(ints[6]), num_drafts=ints[7], steps_read=ints[8],
-            is_chosen_alone=bool(ints[9]),
+            is_chosen_alone=bool(ints[9]), is_ahead=bool(ints[10]),
         )  # fmt: skip
         num_tokens, num_finished, num_added, num_guessed = ints[1:5]
         message.tokens, at = _decode_runs(ints, _NUM_HEADER, num_tokens)

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.api import Engine
 from engine.bench.records import Record, commit, cpu_device
-from engine.loop import RunStats
+from engine.run_stats import RunStats
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import click
 import torch
 
 from engine.api import Engine
-from engine.loop import RunStats
+from engine.run_stats import RunStats
 from launch.environment import Environment
 from launch.errors import DoorbellError
 

@@ -36,7 +36,7 @@ from engine.bench.load import (
 from engine.bench.records import Record, commit
 from engine.bench.roof import floor_s, num_operations, token_bytes, weight_bytes
 from engine.loading import Blueprint
-from engine.loop import RunStats
+from engine.run_stats import RunStats
 from engine.scheduler import ScheduledRow
 from launch.environment import Environment
 

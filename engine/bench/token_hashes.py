@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections import deque
 
 import torch
 
 from comm.communicator import Communicator
 from engine.graph.burst import NUM_STEPS_BEHIND, Burst
-from engine.graph.row_state import RowState
+from engine.graph.row_state import LastTokens, RowState
 from engine.replica import Replica
 from engine.sequence import Sequence
 
@@ -23,7 +24,7 @@ class TokenHashes:
     """A `BurstBackend` that passes every call on to that of `replica`, in whose place it puts itself.
 
     `hashes`: a running CRC-32 a step, of the tokens of its rows on this rank's device, and of the messages. A step is read when
-    others are launched, two steps late, so the device is not waited for in steady decode. All ranks or none have one.
+    others are launched, `NUM_STEPS_BEHIND` or more steps late, so the device is not waited for. All ranks or none have one.
     """
 
     def __init__(self, replica: Replica):
@@ -32,17 +33,21 @@ class TokenHashes:
         self._state: RowState = backend.state
         self.max_rows, self.description, self.speculable = backend.max_rows, backend.description, backend.speculable
         self.hashes = array("Q")
-        self._burst: Burst | None = None
-        self._num_hashed = 0  # steps of the burst
+        self._bursts: deque[Burst] = deque()  # whose steps are not all hashed; all but the last are launched to their end
+        self._num_hashed = 0  # steps of the first of them
         replica.burst_backend = self
 
+    @property
+    def last_tokens(self) -> LastTokens:
+        return self._backend.last_tokens
+
     def begin(self, sequences: list[Sequence], num_drafts: int = 0) -> Burst:
-        self.finish()
-        self._burst, self._num_hashed = self._backend.begin(sequences, num_drafts), 0
-        return self._burst
+        self._hash_all_but(NUM_STEPS_BEHIND)
+        self._bursts.append(self._backend.begin(sequences, num_drafts))
+        return self._bursts[-1]
 
     def launch(self, burst: Burst, num_steps: int) -> None:
-        self._hash_up_to(burst.num_launched - NUM_STEPS_BEHIND)
+        self._hash_all_but(NUM_STEPS_BEHIND)
         self._backend.launch(burst, num_steps)
 
     def read(self, burst: Burst) -> list[list[int]]:
@@ -52,14 +57,13 @@ class TokenHashes:
         self._backend.end(burst)
 
     def choose(self, sequences: list[Sequence], logits: torch.Tensor) -> Burst:
-        self.finish()
-        self._burst, self._num_hashed = self._backend.choose(sequences, logits), 0
-        return self._burst
+        self._hash_all_but(NUM_STEPS_BEHIND)
+        self._bursts.append(self._backend.choose(sequences, logits))
+        return self._bursts[-1]
 
     def finish(self) -> None:
         """Hash what has been launched; waits for it."""
-        if self._burst is not None:
-            self._hash_up_to(self._burst.num_launched)
+        self._hash_all_but(0)
 
     def first_stray(self) -> tuple[int, list[int]] | None:
         """On rank 0: the first step of which ranks hold another hash than rank 0, and these ranks; None if there is none.
@@ -81,9 +85,14 @@ class TokenHashes:
         step = int(strayed.any(0).nonzero()[0])
         return step, strayed[:, step].nonzero().flatten().tolist()
 
-    def _hash_up_to(self, num_steps: int) -> None:
-        burst = self._burst
-        while self._num_hashed < num_steps:
+    def _hash_all_but(self, num_steps: int) -> None:
+        """Of the steps launched so far, but the last `num_steps`."""
+        num_due = sum(burst.num_launched for burst in self._bursts) - self._num_hashed - num_steps
+        for _ in range(num_due):
+            while self._num_hashed == self._bursts[0].num_launched:
+                self._bursts.popleft()
+                self._num_hashed = 0
+            burst = self._bursts[0]
             step = burst.first_step + self._num_hashed
             ids = self._state.ring.read(step, len(burst.sequences) * burst.width, self._state.check)
             last = self.hashes[-1] if self.hashes else 0

@@ -30,7 +30,8 @@ MAX_SPECULATIVE_STEPS, NUM_SPECULATIVE_BEHIND = 2, 1
 @dataclass(eq=False)
 class Burst:
     """`sequences` from the step number `first_step` on. `is_filtered`: a row has rules beyond a temperature, so all rows take the
-    steps that heed them. `num_drafts`: guesses that a step makes and verifies for each row.
+    steps that heed them. `num_drafts`: guesses that a step makes and verifies for each row. `is_settled`: unless rows join or
+    leave, the next step is one of the same rows; not so behind a step beside bursts from which others go on.
 
     Of its steps `num_launched` were launched; rank 0 has read the tokens of `num_read`, and those of `num_applied` are in the
     sequences, on every rank.
@@ -43,6 +44,7 @@ class Burst:
     num_launched: int = 0
     num_read: int = 0
     num_applied: int = 0
+    is_settled: bool = True
 
     @property
     def width(self) -> int:

@@ -203,6 +203,7 @@ class CudaOperators(TorchOperators):
             return self._add_norm(total, residual, weight, total)  # the sum is nobody's but ours: its memory serves again
         normed = torch.empty_like(residual)
         collectives = self._peers.collectives
+        self.comm.meet(is_idle=True)
         eps = self.config.rms_norm_eps
         return collectives.all_reduce_lamport_norm(x, residual, weight, eps, normed, is_next_early=True)  # a product is next
 
@@ -227,11 +228,13 @@ class CudaOperators(TorchOperators):
         if rows.filters is not None:
             logits = self._filter(rows, logits)
         values = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
+        self.comm.meet(is_idle=True)
         ids = self._peers.vocabulary.draw(logits, self.first_id, self.num_valid, rows.draw, values=values)
         return ids, values
 
     def _filter(self, rows: DeviceRows, logits: torch.Tensor) -> torch.Tensor:
         local_vocab = logits.shape[1]
+        self.comm.meet(is_idle=True)
         full = logits.float().contiguous() if self.comm.size == 1 else self._peers.vocabulary.gather(logits.contiguous()).float()
         operands = (full, self.num_ids, rows.token_ids, rows.positions, rows.draw.temperatures, rows.filters)
         if self.num_ids <= MAX_IDS:

@@ -10,7 +10,7 @@ import torch
 
 from comm.communicator import Communicator
 from engine.eager import EagerStep
-from engine.graph.cuda_operators import open_operators
+from engine.graph.cuda_operators import FUSED_ROWS, open_operators
 from engine.graph.drafters import HandedDrafts, ModelDrafts, NgramDrafts
 from engine.graph.prefill import GraphPrefill, PrefillStep, tokens_worth_a_graph
 from engine.graph.row_state import RowState, Speculable
@@ -102,7 +102,8 @@ def open_graphs(
     if graph_tokens is None:
         layer = step.weights.layers[0]
         graph_tokens = tokens_worth_a_graph(sum(part.shape.numel() for part in (layer.qkv, layer.o, layer.gate_up, layer.down)))
-    prefill = GraphPrefill(operators, limits, graph_tokens, stock_up)
+    # In a graph no rank can wait for the others before it adds the sums of many rows, as ranks that share a GPU have to.
+    prefill = GraphPrefill(operators, limits, graph_tokens, stock_up, FUSED_ROWS if ranks_per_gpu > 1 else None)
     return GraphStep(operators, state, limits.max_batch, profiler, drafter), prefill
 
 

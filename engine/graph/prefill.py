@@ -241,19 +241,27 @@ class GraphPrefill(_BucketedPrefill):
     """Padded steps in graphs on a GPU, of up to `graph_tokens` new tokens (0: none).
 
     `stock_up()` lets torch hold memory for steps to come, on the current stream, and is called while no rank runs anything: for
-    ranks that share a GPU, who may not ask for any in mid-step (`engine/loading.py`).
+    ranks that share a GPU, who may not ask for any in mid-step (`engine/loading.py`). `most_rows`: of a captured step, padding
+    included; None for any number.
     """
 
     def __init__(
-        self, operators: Operators, limits: Limits, graph_tokens: int, stock_up: Callable[[], None] = lambda: None
-    ):
+        self, operators: Operators, limits: Limits, graph_tokens: int, stock_up: Callable[[], None] = lambda: None,
+        most_rows: int | None = None,
+    ):  # fmt: skip
         super().__init__(operators, limits, graph_tokens)
-        self._stock_up = stock_up
+        self._stock_up, self._most_rows = stock_up, most_rows
         self._asked_for: set[StepShape] = set()
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         if self._buckets:
-            self.description = f"graphs up to {self._graph_tokens} tokens, kernels one by one above"
+            longest = self._graph_tokens if most_rows is None else min(self._graph_tokens, most_rows)
+            self.description = f"graphs up to {longest} tokens, kernels one by one above"
+
+    def shape_for(self, num_single: int, lengths: Sequence[int]) -> StepShape | None:
+        shape = super().shape_for(num_single, lengths)
+        is_large = shape is not None and self._most_rows is not None and shape.num_single + shape.num_tokens > self._most_rows
+        return None if is_large else shape
 
     def _is_due(self, shape: StepShape) -> bool:
         is_due = shape in self._asked_for
@@ -264,6 +272,7 @@ class GraphPrefill(_BucketedPrefill):
         if shape not in self._graphs:
             return self._first_run(shape)
         graph, logits = self._graphs[shape]
+        self._operators.comm.meet()
         graph.replay()
         return logits
 

@@ -87,13 +87,15 @@ class RowRules:
 
     def _count(self, sequence: Sequence) -> None:
         """Count what is not counted yet, but for the last token, which the next step counts."""
-        counted, num_known = self._counted.get(sequence), len(sequence.token_ids) - 1
+        counted, num_known = self._counted.get(sequence), sequence.num_tokens - 1
         if counted is None:
             counted = self._counted[sequence] = Counted(self._free_slots.pop())
             self._seen[counted.slot].zero_()
         first, counted.num_tokens = counted.num_tokens, num_known
         if first > num_known:
             raise RuntimeError(f"{first} tokens of a row are counted, which has {num_known}")
+        if first < num_known > len(sequence.token_ids):
+            raise RuntimeError(f"{num_known - first} tokens of a row are to be counted that only the device knows")
         words = Counter[int]() if first else Counter(set(sequence.token_ids[: sequence.num_prompt]))
         if num_known < sequence.num_prompt:
             words[sequence.token_ids[-1]] -= 2  # the step takes its token for one of the output

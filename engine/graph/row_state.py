@@ -5,7 +5,7 @@ A captured step reads it and advances it; the host writes it when a burst begins
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy
@@ -73,6 +73,15 @@ class Speculable:
         return self.max_drafts + 1
 
 
+@dataclass(frozen=True)
+class LastTokens:
+    """What was chosen last for the rows that are on the device: for a sequence `ids[rows[sequence]]`. `ids`: int64 `[max_rows]`;
+    *Stream*: as of the steps launched so far, on the current one."""
+
+    ids: torch.Tensor
+    rows: Mapping[Sequence, int]
+
+
 class RowState:
     """Of up to `max_rows` rows with up to `max_pages` pages each. `full_vocab`: ids that a row may hold; `check`: as
     `TokenRing.read` takes it. What only filtered steps need is made when the first of them is. `speculable`: None for no
@@ -102,11 +111,16 @@ class RowState:
         self._starts = zeros(max_rows, self._window)
         self._step = zeros(1)
         self._num_pages: list[int] = []
+        self._rows: dict[Sequence, int] = {}
         self._full_vocab, self._device = full_vocab, device
         self._rules: RowRules | None = None
         self._is_filtered = False
         self._history = None if speculable is None else zeros(speculable.max_rows, speculable.max_tokens, dtype=torch.int32)
-        self._staging = Staging(max_rows * (max_pages + 3 + 2 * self._window), self.ring, device)
+        self._staging = Staging(max_rows * (max_pages + 5 + 2 * self._window), self.ring, device)
+
+    @property
+    def last_tokens(self) -> LastTokens:
+        return LastTokens(self._token_ids, self._rows)
 
     def rows(self, count: int, is_filtered: bool = False) -> DeviceRows:
         filters = self._row_rules().options(count) if is_filtered else None
@@ -124,6 +138,7 @@ class RowState:
 
     def restart(self) -> None:
         """No rows, and the next step is number 0. Only while the device is idle."""
+        self._rows = {}
         self._positions.fill_(PADDING)
         self._step.zero_()
         self.ring.restart()
@@ -131,8 +146,9 @@ class RowState:
 
     def begin(self, sequences: list[Sequence], is_filtered: bool = False, is_speculative: bool = False) -> None:
         """Put the rows of `sequences` in the place of those before. Each has one token to compute, its last; or that has just
-        been computed, and what is to come is the choice of the one after it. `is_filtered`: the steps to come heed the rows'
-        rules. `is_speculative`: they have drafts."""
+        been computed, and what is to come is the choice of the one after it. A last token that is not known yet is that of the
+        row which the sequence had before. `is_filtered`: the steps to come heed the rows' rules. `is_speculative`: they have
+        drafts."""
         self._is_filtered = is_filtered
         if is_filtered:
             self._row_rules().begin(sequences)
@@ -140,13 +156,18 @@ class RowState:
         pages = numpy.zeros((len(sequences), max(self._num_pages)), numpy.int64)
         for row, sequence in enumerate(sequences):
             pages[row, : len(sequence.pages)] = sequence.pages
-        token_ids, positions, temperatures, pages = self._upload(
+        ahead = [(row, self._rows[sequence]) for row, sequence in enumerate(sequences) if sequence.num_ahead]
+        token_ids, positions, ahead_rows, temperatures, pages = self._upload(
             numpy.array([sequence.token_ids[-1] for sequence in sequences], numpy.int64),
-            numpy.array([len(sequence.token_ids) - 1 for sequence in sequences], numpy.int64),
+            numpy.array([sequence.num_tokens - 1 for sequence in sequences], numpy.int64),
+            numpy.array(ahead, numpy.int64).reshape(-1, 2).T.copy(),
             numpy.array([sequence.temperature for sequence in sequences], numpy.float64).view(numpy.int64),
             pages,
         )
         count = len(sequences)
+        if ahead:
+            token_ids.index_copy_(0, ahead_rows[0], self._token_ids.index_select(0, ahead_rows[1]))
+        self._rows = {sequence: row for row, sequence in enumerate(sequences)}
         self._token_ids[:count].copy_(token_ids)
         self._positions[:count].copy_(positions)
         self._positions[count:].fill_(PADDING)

@@ -13,7 +13,9 @@ import torch
 
 from engine.graph.token_ring import TokenRing
 
-_NUM_SLOTS = 4  # a burst that goes on from a prefill takes three uploads before its first step is done
+# A burst that goes on from a prefill takes three uploads before its first step is done, and one that follows it before its tokens
+# are known as many again.
+_NUM_SLOTS = 8
 _FREE = -1
 
 

@@ -11,7 +11,7 @@ import torch
 from engine.graph.burst import Burst
 from engine.graph.decode_step import decode_step
 from engine.graph.operators import Operators
-from engine.graph.row_state import RowState, Speculable
+from engine.graph.row_state import LastTokens, RowState, Speculable
 from engine.graph.speculative_step import DeviceDrafter, speculative_step
 from engine.profile.marks import NO_MARKS, Launches, Marks, StageMarks
 from engine.profile.step_profiler import NO_PROFILER, StepProfiler
@@ -27,18 +27,20 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows of a captu
 class BurstBackend(Protocol):
     """Runs bursts of up to `max_rows` rows. *Collective*, but for `read`: all ranks make the same calls.
 
-    `description`: of the steps, for the start summary. `speculable`: what bursts with drafts may be, and
+    `description`: of the steps, for the start summary. `last_tokens`: of the rows of the burst that was begun or chosen last.
+    `speculable`: what bursts with drafts may be, and
     `drafter`: who guesses; None for none.
     """
 
     max_rows: int
     description: str
+    last_tokens: LastTokens
     speculable: Speculable | None
     drafter: DeviceDrafter | None
 
     def begin(self, sequences: list[Sequence], num_drafts: int = 0) -> Burst:
-        """A burst of rows in steady decode: one token to compute each. Nothing is launched yet. With `num_drafts`, no row's rules
-        may depend on what it said before."""
+        """A burst of rows in steady decode: one token to compute each, of the last burst those that only the device knows.
+        Nothing is launched yet. With `num_drafts`, no row's rules may depend on what it said before."""
 
     def launch(self, burst: Burst, num_steps: int) -> None:
         """Launch the burst's next `num_steps` steps, for which the rows have pages. Waits for nothing."""
@@ -53,7 +55,7 @@ class BurstBackend(Protocol):
     def choose(self, sequences: list[Sequence], logits: torch.Tensor) -> Burst:
         """Choose the next tokens of `sequences` by what a step beside bursts says: `logits` fp32 `[len(sequences), local_vocab]`,
         those of their last tokens. The step is the first of the burst that is returned, which may go on. Only while no burst
-        runs. Waits for nothing."""
+        runs, though tokens of the last may be unread. Waits for nothing."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,10 @@ class _StateBackend(ABC):
     def drafter(self) -> DeviceDrafter | None:
         return self._drafter
 
+    @property
+    def last_tokens(self) -> LastTokens:
+        return self.state.last_tokens
+
     def replace_drafter(self, drafter: DeviceDrafter) -> None:
         """For benches: guess by another drafter from now on. *Collective*. Only while no burst runs."""
         self._drafter = drafter
@@ -97,6 +103,7 @@ class _StateBackend(ABC):
         self._prepare(kind)  # of a burst that a step beside bursts began
         with self._profiler.launching(num_steps):
             self.state.extend(burst.sequences, list(burst.lengths.values()), num_steps * burst.width)
+            self._operators.comm.meet()
             for _ in range(num_steps):
                 marks = self._run(kind, self._profiler.is_due())
                 self._profiler.end_burst_step(marks)
@@ -118,7 +125,7 @@ class _StateBackend(ABC):
     def choose(self, sequences: list[Sequence], logits: torch.Tensor) -> Burst:
         is_filtered = any(sequence.rules.is_active(sequence.num_output) for sequence in sequences)
         self.state.begin(sequences, is_filtered)
-        self.state.extend(sequences, [len(sequence.token_ids) - 1 for sequence in sequences], 1)
+        self.state.extend(sequences, [sequence.num_tokens - 1 for sequence in sequences], 1)
         rows = self.state.rows(len(sequences), is_filtered)
         self._operators.advance(rows, *self._operators.choose(rows, logits))
         self.state.num_launched += 1

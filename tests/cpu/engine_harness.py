@@ -23,11 +23,12 @@ from engine.graph.step import BurstBackend, TwinBurst
 from engine.kv_cache import KvCache
 from engine.leader import Leader
 from engine.loading import build_replica, draw_blueprint, load_blueprint_weights
-from engine.loop import Interrupted, ListSource, RequestSource, RunStats, follow, lead, no_interrupt
+from engine.loop import Interrupted, ListSource, RequestSource, follow, lead, no_interrupt
 from engine.pages import PagePool
 from engine.profile.marks import NO_MARKS, Marks
 from engine.replica import Replica
 from engine.request import Request
+from engine.run_stats import RunStats
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Limits, Scheduler
 from engine.settings import EngineSettings

@@ -35,11 +35,16 @@ class Recorder:
     def __init__(self, backend):
         self._backend, self.max_rows, self.speculable = backend, backend.max_rows, backend.speculable
         self.num_begun = self.num_continued = self.num_launched = self.num_read = self.num_chosen = self.most_ahead = 0
+        self.num_tokens = 0  # that were chosen, wanted or not
 
     @property
     def num_bursts(self):
         """Those that steps beside bursts began, too, even if they went no further."""
         return self.num_begun + self.num_chosen
+
+    @property
+    def last_tokens(self):
+        return self._backend.last_tokens
 
     def begin(self, sequences, num_drafts=0):
         self.num_begun += 1
@@ -52,6 +57,7 @@ class Recorder:
         assert 1 <= num_steps <= MAX_BURST_STEPS
         self.num_continued += burst.num_launched > 0
         self.num_launched += num_steps
+        self.num_tokens += num_steps * len(burst.sequences)
         for sequence, length in burst.lengths.items():
             assert len(sequence.pages) * 16 >= length + num_steps, "a step has no page to write to"
         self._backend.launch(burst, num_steps)
@@ -64,6 +70,7 @@ class Recorder:
     def choose(self, sequences, logits):
         self.num_chosen += 1
         self.num_launched += 1
+        self.num_tokens += len(sequences)
         return self._backend.choose(sequences, logits)
 
 

@@ -13,7 +13,7 @@ from comm.threads import ThreadCommunicator, ThreadGroup
 from engine.graph.drafters import NgramDrafts
 from engine.graph.loading import obstacle_to_graphs, speculates_on_device
 from engine.graph.row_state import MAX_STEPS_AHEAD, PADDING, RowState
-from engine.graph.staging import Staging
+from engine.graph.staging import _NUM_SLOTS, Staging
 from engine.graph.step import BUCKETS, StepKind, buckets_for
 from engine.graph.token_ring import NO_TOKEN, TokenRing
 from engine.loading import build_replica, draw_blueprint
@@ -88,7 +88,7 @@ class RecordingRing:
 def test_pinned_memory_is_written_again_only_after_a_step_behind_its_copy():
     ring = RecordingRing()
     staging = Staging(8, ring, CPU)
-    for turn in range(7):
+    for turn in range(_NUM_SLOTS + 3):
         a, b = staging.upload([numpy.array([[turn, 2], [3, 4]]), numpy.array([-turn])], 10 * turn, no_check)
         assert (a.tolist(), b.tolist()) == ([[turn, 2], [3, 4]], [-turn])
     assert ring.waits == [0, 10, 20]

@@ -1,5 +1,7 @@
 """Which way a tensor on a GPU goes, with tensors, kernels and NCCL made up; the real ones are in `tests/ranks`."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -74,10 +76,15 @@ def test_nccl_connects_at_the_first_large_message_outside_a_capture(is_capturing
     assert algorithms(calls)[2:] == ["all_reduce_two_shot"] and len(nccl.names) == 2
 
 
-def test_ranks_that_share_a_gpu_never_meet_nccl(is_capturing):
+def test_ranks_that_share_a_gpu_never_meet_nccl_and_come_together_before_they_wait(is_capturing, monkeypatch):
     made, calls = communicator(None)
+    stream = SimpleNamespace(synchronize=lambda: calls.names.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     made.all_reduce(GpuTensor(LARGE))
-    assert algorithms(calls) == ["all_reduce_two_shot"] and "nccl" not in made.detail
+    assert algorithms(calls) == ["synchronize", "barrier", "all_reduce_two_shot"] and "nccl" not in made.detail
+    is_capturing[0] = True
+    made.all_reduce(GpuTensor(SMALL))
+    assert algorithms(calls)[3:] == ["all_reduce_lamport"], "a graph waits for no host"
 
 
 def test_nccl_that_does_not_connect_is_said_once_and_done_without(is_capturing, capsys):

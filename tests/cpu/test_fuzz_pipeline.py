@@ -19,7 +19,7 @@ from comm.single import SingleCommunicator
 from engine.feed import Feed
 from engine.job import Job
 from engine.leader import Leader
-from engine.loop import RunStats, lead
+from engine.loop import lead
 from engine.output import OutputWriter
 from engine.pages import PagePool
 from engine.prepare import RowPreparer
@@ -27,6 +27,7 @@ from engine.progress import Progress
 from engine.replica import Replica
 from engine.resume import IndexSet, ResumeState
 from engine.rows import read_rows
+from engine.run_stats import RunStats
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Limits, Scheduler
 from engine.sinks import RowSink

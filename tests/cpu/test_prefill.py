@@ -187,6 +187,18 @@ def test_a_bucket_is_captured_by_its_second_prompt(folders, monkeypatch):
         torch.testing.assert_close(later, plain, atol=TOLERANCE, rtol=0)
 
 
+def test_ranks_that_share_a_gpu_capture_no_large_steps(folders, monkeypatch):
+    step = make_step(folders["qwen2"], SingleCommunicator())
+    operators = TorchOperators(step.config, step.plan, step.weights, step.comm, step.kv, 131)
+    operators.most_single = 8
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    backend = GraphPrefill(operators, Limits(8, 512, 1024), 512, most_rows=64)
+    assert backend.description.startswith("graphs up to 64 tokens")
+    assert [backend.shape_for(0, [length]) is None for length in (64, 65, 500)] == [False, True, True]
+    assert backend.shape_for(8, [20, 10]) == StepShape(8, 32, 4) and backend.shape_for(1, [40]) is None, "rows that decode count"
+
+
 def test_a_capture_keeps_to_the_order_of_ranks_that_share_a_gpu(folders, monkeypatch):
     """What asks for memory, or gives it back, does so while all ranks are idle; the capture's own result is what is replayed."""
     step = make_step(folders["qwen2"], SingleCommunicator())

@@ -175,7 +175,7 @@ def no_host_syncs():
 @pytest.mark.parametrize("steps", GRAPHS)
 def test_a_burst_never_makes_the_host_wait(folders, steps, make_rows, monkeypatch):
     """From the message that begins a burst to its last token, with pages and noise added on the way."""
-    from engine.loop import BurstReader
+    from engine.burst_reader import BurstReader
     from engine.replica import Replica
 
     graph = open_replica(folders["qwen2"], steps, max_batch=8)
