@@ -50,7 +50,7 @@ ARCH     ?= sm_90a
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo test test-gpu test-ranks memcheck lint kernels bench bench-comm bench-signal bench-soak bench-attention \
 	bench-products bench-prefill-products bench-decode bench-prefill bench-stages bench-throughput bench-drift bench-coldstart \
-	bench-speculate bench-cpu results eight-gpus clean
+	bench-speculate bench-ways bench-cpu results eight-gpus clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -114,7 +114,7 @@ bench-products:  ## On a machine with a GPU: the products of decode steps beside
 bench-prefill-products:  ## On a machine with a GPU: the products of prefill, in bf16 and by FP8 matrices in every way
 	$(PYTHON) -m engine.bench.prefill_products --record results/prefill_product.jsonl
 
-ENGINE_BENCHES := bench-decode bench-prefill bench-stages bench-throughput bench-drift bench-coldstart bench-speculate
+ENGINE_BENCHES := bench-decode bench-prefill bench-stages bench-throughput bench-drift bench-coldstart bench-speculate bench-ways
 $(ENGINE_BENCHES): MODEL := qwen2.5-7b
 $(ENGINE_BENCHES): TP := 1
 $(ENGINE_BENCHES): MPS :=
@@ -131,9 +131,13 @@ bench-coldstart: BATCH := 32
 bench-speculate: MODEL := qwen2.5-72b
 bench-speculate: TP := 2
 bench-speculate: OUTPUT := 257
+bench-ways: TP := 2
+bench-ways: OUTPUT := 129
 DRAFT    ?= qwen2.5-0.5b
 # Of bench-speculate: RATE:DRAFTS, any number of them; empty for the bench's own.
 TRIALS   ?=
+# Of bench-ways: host_loop-eager, nccl-eager, one_shot-graph and so on, any number of them; empty for all.
+WAYS     ?=
 CHECK_CASE     = $(call one-of,DTYPE,bf16 fp8 fp32)$(call one-of,EAGER,1)$(call one-of,TP,1 2 3 4 5 6 7 8)
 # $(call run-engine-bench,NAME): on TP ranks, with the options that all benches of the engine share.
 run-engine-bench = $(CHECK_CASE)$(MPS) $(PYTHON) $(if $(filter 1,$(TP)),,-m torch.distributed.run --standalone --nproc-per-node $(TP)) \
@@ -142,28 +146,32 @@ run-engine-bench = $(CHECK_CASE)$(MPS) $(PYTHON) $(if $(filter 1,$(TP)),,-m torc
 REPEATS_OPTION = $(if $(REPEATS),--repeats $(REPEATS))
 
 bench-decode:  ## On a machine with GPUs: ms a token; MODEL= TP= DTYPE= BATCH= PROMPT= OUTPUT= SHARD_OF= EAGER=1, MPS= where ranks share a GPU
-	$(call unused,DRAFT TRIALS REQUESTS LOAD_FORMAT GRAPH_TOKENS)$(call run-engine-bench,decode) --output $(OUTPUT) $(REPEATS_OPTION)
+	$(call unused,WAYS DRAFT TRIALS REQUESTS LOAD_FORMAT GRAPH_TOKENS)$(call run-engine-bench,decode) --output $(OUTPUT) $(REPEATS_OPTION)
 
 bench-prefill:  ## On a machine with GPUs: ms to the first token; the variables of bench-decode but OUTPUT=, and GRAPH_TOKENS=
-	$(call unused,DRAFT TRIALS OUTPUT REQUESTS LOAD_FORMAT)$(call run-engine-bench,prefill) $(REPEATS_OPTION) \
+	$(call unused,WAYS DRAFT TRIALS OUTPUT REQUESTS LOAD_FORMAT)$(call run-engine-bench,prefill) $(REPEATS_OPTION) \
 	  $(if $(GRAPH_TOKENS),--graph-tokens $(GRAPH_TOKENS))
 
 bench-stages:  ## On a machine with GPUs: where a decode step's and a prefill's time goes, by stages; the variables of bench-decode
-	$(call unused,DRAFT TRIALS REQUESTS LOAD_FORMAT GRAPH_TOKENS)$(call run-engine-bench,stages) --output $(OUTPUT) $(REPEATS_OPTION)
+	$(call unused,WAYS DRAFT TRIALS REQUESTS LOAD_FORMAT GRAPH_TOKENS)$(call run-engine-bench,stages) --output $(OUTPUT) $(REPEATS_OPTION)
 
 bench-throughput:  ## On a machine with GPUs: REQUESTS= of mixed lengths at once, tok/s; the variables of bench-decode
-	$(call unused,DRAFT TRIALS REPEATS LOAD_FORMAT GRAPH_TOKENS)$(call run-engine-bench,throughput) --output $(OUTPUT) --requests $(REQUESTS)
+	$(call unused,WAYS DRAFT TRIALS REPEATS LOAD_FORMAT GRAPH_TOKENS)$(call run-engine-bench,throughput) --output $(OUTPUT) --requests $(REQUESTS)
 
 bench-drift:  ## On a machine with GPUs: REQUESTS= prompts through a full batch, tok/s of each tenth, equal tokens on TP= ranks
-	$(call unused,DRAFT TRIALS REPEATS LOAD_FORMAT SHARD_OF GRAPH_TOKENS)$(call run-engine-bench,drift) --output $(OUTPUT) --requests $(REQUESTS)
+	$(call unused,WAYS DRAFT TRIALS REPEATS LOAD_FORMAT SHARD_OF GRAPH_TOKENS)$(call run-engine-bench,drift) --output $(OUTPUT) --requests $(REQUESTS)
 
 bench-coldstart:  ## On a machine with GPUs: seconds from a process to its first token; MODEL= TP= DTYPE= BATCH= PROMPT= LOAD_FORMAT=auto MPS=
-	$(call unused,DRAFT TRIALS OUTPUT REQUESTS SHARD_OF EAGER GRAPH_TOKENS)$(CHECK_CASE)$(call one-of,LOAD_FORMAT,dummy auto)$(MPS) $(PYTHON) -m engine.bench.coldstart --model $(MODEL) --tp $(TP) --dtype $(DTYPE) \
+	$(call unused,WAYS DRAFT TRIALS OUTPUT REQUESTS SHARD_OF EAGER GRAPH_TOKENS)$(CHECK_CASE)$(call one-of,LOAD_FORMAT,dummy auto)$(MPS) $(PYTHON) -m engine.bench.coldstart --model $(MODEL) --tp $(TP) --dtype $(DTYPE) \
 	  --batch $(BATCH) --prompt $(PROMPT) --load-format $(LOAD_FORMAT) $(REPEATS_OPTION) --record results/coldstart.jsonl
 
 bench-speculate:  ## On a machine with GPUs: decode with drafts that are right at a set rate; the variables of bench-decode, DRAFT=, TRIALS="0.8:5 0:adaptive"
-	$(call unused,REQUESTS LOAD_FORMAT GRAPH_TOKENS EAGER)$(call run-engine-bench,speculate) --output $(OUTPUT) $(REPEATS_OPTION) \
+	$(call unused,WAYS REQUESTS LOAD_FORMAT GRAPH_TOKENS EAGER)$(call run-engine-bench,speculate) --output $(OUTPUT) $(REPEATS_OPTION) \
 	  --draft $(DRAFT) $(foreach trial,$(TRIALS),--trial $(trial))
+
+bench-ways:  ## On a machine with two GPUs: TTFT, TPOT and host waits of every way to reduce, with graphs and without; the variables of bench-decode but SHARD_OF= and EAGER=, and WAYS="nccl-eager lamport-graph"
+	$(call unused,DRAFT TRIALS REQUESTS LOAD_FORMAT GRAPH_TOKENS EAGER SHARD_OF)$(call one-of,TP,2 3 4 5 6 7 8)$(CHECK_CASE)$(MPS) \
+	  $(PYTHON) -m engine.bench.ways --model $(MODEL) --tp $(TP) --dtype $(DTYPE) --batch $(BATCH) --prompt $(PROMPT) --output $(OUTPUT) $(REPEATS_OPTION) $(foreach way,$(WAYS),--way $(way)) --record results/ways.jsonl
 
 bench-cpu: model  ## Decode and prefill against transformers on the default model, batch 1 and 8
 	$(BIN)/python -m engine.bench.cpu --model $(MODEL) --record results/cpu.jsonl
@@ -182,7 +190,7 @@ eight-gpus:  ## On a machine with 4 or 8 GPUs: tests and benches of as many rank
 	  PYTHON=$(PYTHON) sh launch/eight_gpus.sh $(if $(REDUCED),--reduced)
 
 bench: $(if $(HAS_GPU),,$(STAMP))  ## Every bench that this machine can run, with the plan first
-	$(call unused,DRAFT TRIALS MODEL TP DTYPE BATCH PROMPT OUTPUT REQUESTS SHARD_OF EAGER REPEATS LOAD_FORMAT GRAPH_TOKENS CALLS MPS)\
+	$(call unused,WAYS DRAFT TRIALS MODEL TP DTYPE BATCH PROMPT OUTPUT REQUESTS SHARD_OF EAGER REPEATS LOAD_FORMAT GRAPH_TOKENS CALLS MPS)\
 	  $(if $(HAS_GPU),$(PYTHON),$(BIN)/python) -m engine.bench.plan
 
 clean:  ## Remove .venv, the model and caches

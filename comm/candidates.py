@@ -84,7 +84,9 @@ def _open_device(site: Site, reason: str, open_heap: Callable[[Layout], DeviceHe
     group.exchange(None)  # all inboxes are ready before anybody sends
     control = GlooCommunicator(group, "")
     open_nccl = (lambda: NcclGroup(group)) if site.standing.is_one_rank_per_gpu else None
-    communicator = DeviceCommunicator(heap, collectives, vocabulary, device_watch, control, reason, open_nccl)
+    communicator = DeviceCommunicator(
+        heap, collectives, vocabulary, device_watch, control, reason, open_nccl, site.algorithm
+    )
     return _tested(site, communicator, control, undo=heap.abandon)
 
 

@@ -1,10 +1,16 @@
-"""Which all-reduce a message on a GPU takes, by its size: measured thresholds, each with the run that gave it."""
+"""Which all-reduce a message on a GPU takes, by its size: measured thresholds, each with the run that gave it.
+
+`--all-reduce` goes round the table, for comparisons: one algorithm then takes all messages.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 NCCL = "nccl"
+LAMPORT, ONE_SHOT = "all_reduce_lamport", "all_reduce_one_shot"
+# What `--all-reduce` takes, and the algorithm that this is; None: by the table.
+FORCED: dict[str, str | None] = {"auto": None, "lamport": LAMPORT, "one_shot": ONE_SHOT}
 _RUN = "results/all_reduce.jsonl, 2026-11-30"
 
 
@@ -31,7 +37,7 @@ TABLES = (
         2,
         True,
         (
-            Row(64 << 10, "all_reduce_lamport", _RUN),
+            Row(64 << 10, LAMPORT, _RUN),
             Row(4 << 20, "all_reduce_sentinel", _RUN),
             Row(32 << 20, "all_reduce_two_shot", _RUN),  # ahead of NCCL at 16 MB, behind at 64 MB
             Row(None, NCCL, _RUN),
@@ -41,7 +47,7 @@ TABLES = (
         8,
         False,
         (
-            Row(16 << 10, "all_reduce_lamport", _RUN),
+            Row(16 << 10, LAMPORT, _RUN),
             Row(256 << 10, "all_reduce_sentinel", _RUN),
             Row(None, "all_reduce_two_shot", _RUN),
         ),
@@ -76,6 +82,11 @@ def describe(size: int, is_one_rank_per_gpu: bool) -> str:
     runs = "; ".join(dict.fromkeys(row.run for row in table.rows))
     other = "" if table.size == size else f", from {table.size} ranks"
     return f"{steps}; thresholds: {runs}{other}"
+
+
+def describe_forced(algorithm: str) -> str:
+    """Of a world that takes `algorithm` for all messages, on one line."""
+    return f"{_short(algorithm)} for messages of any size, as --all-reduce asks"
 
 
 def _short(algorithm: str) -> str:

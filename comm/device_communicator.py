@@ -1,6 +1,6 @@
 """The communicator of ranks on GPUs of one machine: our own collectives for tensors on the GPU, gloo for words between hosts.
 
-Which all-reduce a message takes is the table of `comm.choice_table`.
+Which all-reduce a message takes is the table of `comm.choice_table`, unless one of them is asked for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from comm.choice_table import NCCL, describe, pick
+from comm.choice_table import LAMPORT, NCCL, describe, describe_forced, pick
 from comm.controlled import ControlledCommunicator
 from comm.device_collectives import ELEMS, DeviceCollectives
 from comm.device_kernels import load_signal
@@ -34,7 +34,9 @@ class DeviceCommunicator(ControlledCommunicator):
 
     `open_nccl` connects NCCL, which takes the largest messages; None where ranks share GPUs. It is called at the first such
     message, on all ranks alike because they make the same calls, and never inside a graph capture, where NCCL is not used.
-    *Numbers*: those of NCCL for these messages, rank order for all others.
+    `algorithm`: a method of `collectives` that takes all messages of `all_reduce`, instead of the table and of NCCL.
+    `is_norm_fused`: whether a sum and the norm behind it may be one kernel, which adds as `all_reduce_lamport` does.
+    *Numbers*: those of NCCL for the messages that it takes, rank order for all others.
     """
 
     is_capturable = True
@@ -48,6 +50,7 @@ class DeviceCommunicator(ControlledCommunicator):
         control: GlooCommunicator,
         reason: str,
         open_nccl: Callable[[], NcclGroup] | None = None,
+        algorithm: str | None = None,
     ):
         super().__init__(control, reason)
         self.name = heap.kind
@@ -55,7 +58,8 @@ class DeviceCommunicator(ControlledCommunicator):
         self.collectives, self.vocabulary = collectives, vocabulary
         self.is_one_rank_per_gpu = open_nccl is not None
         self._open_nccl, self._nccl = open_nccl, None
-        self.detail = describe(self.size, self.is_one_rank_per_gpu)
+        self._algorithm, self.is_norm_fused = algorithm, algorithm in (None, LAMPORT)
+        self.detail = describe(self.size, self.is_one_rank_per_gpu) if algorithm is None else describe_forced(algorithm)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._device_watch.check()
@@ -63,7 +67,7 @@ class DeviceCommunicator(ControlledCommunicator):
             return self._control.all_reduce(x)
         self.meet(is_idle=True)
         num_bytes = x.numel() * x.element_size()
-        algorithm = pick(num_bytes, self.size, self.is_one_rank_per_gpu, is_capturing=False)
+        algorithm = self._algorithm or pick(num_bytes, self.size, self.is_one_rank_per_gpu, is_capturing=False)
         if algorithm == NCCL:
             nccl = None if torch.cuda.is_current_stream_capturing() else self._connected_nccl()
             if nccl is not None:

@@ -20,6 +20,8 @@ class DeviceSingle:
     *Raises* `DoorbellError` when the kernels cannot be compiled, `ImportError` without cupy.
     """
 
+    is_norm_fused = True
+
     def __init__(self, build: Build, device: int, ranks_per_gpu: int = 1):
         self.is_one_rank_per_gpu = ranks_per_gpu == 1
         kernels = load_collectives(build)

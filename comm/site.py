@@ -18,7 +18,8 @@ from launch.world import World
 
 @dataclass(frozen=True)
 class Site:
-    """`standing` is equal on all ranks; `max_bytes` and `deadline_s` as `connect` was given them."""
+    """`standing` is equal on all ranks; `max_bytes` and `deadline_s` as `connect` was given them. `algorithm`: of
+    `comm.choice_table.FORCED`."""
 
     world: World
     group: ProcessGroup
@@ -26,6 +27,7 @@ class Site:
     standing: Standing
     max_bytes: int
     deadline_s: float
+    algorithm: str | None = None
 
 
 class GpuView(NamedTuple):

@@ -49,6 +49,7 @@ class CommandOptions:
     max_step_tokens: int | None
     no_prefix_reuse: bool
     comm: str
+    all_reduce: str
     share_gpus: bool
     shard_of: int | None
     graphs: bool
@@ -82,6 +83,7 @@ class CommandOptions:
             device=self.device,
             dtype=self.dtype,
             comm=self.comm,
+            all_reduce=self.all_reduce,
             is_gpu_sharing=self.share_gpus,
             shard_of=self.shard_of,
             max_model_len=self.max_model_len,

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import click
 
+from comm.choice_table import FORCED
 from engine.command import CommandOptions
 from engine.settings import DEFAULT_MAX_TOKENS, DRAFT_PLACEMENTS, MAX_ADAPTIVE_DRAFTS, MAX_NUM_DRAFTS
 from launch.comm_policy import NAMES
@@ -126,6 +127,8 @@ def option(*names: str, **settings: object):
 @option("--no-prefix-reuse", is_flag=True, help="Compute shared prompt prefixes again.")
 @option("--comm", type=click.Choice(["auto", *NAMES]), default="auto",
         help="All-reduce between the ranks. auto: on GPUs ipc, else nvshmem, nccl, gloo; on CPUs one_shot, else gloo.")
+@option("--all-reduce", type=click.Choice(list(FORCED)), default="auto",
+        help="For comparisons, the algorithm of our own all-reduce on GPUs (ipc, nvshmem). auto: by the size of a message.")
 @option("--share-gpus", is_flag=True, help="Deal more ranks than GPUs to the GPUs there are; for tests, under MPS, without NCCL.")
 @option("--shard-of", type=click.IntRange(1), metavar="N", show_default="off",
         help="Measure one rank of N in one process: rank 0's shard, no communication, meaningless answers.")

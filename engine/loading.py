@@ -124,10 +124,13 @@ def _shard_notes(settings: EngineSettings) -> tuple[str, ...]:
 
 
 def open_communicator(settings: EngineSettings, world: World) -> Communicator:
-    """The way to the peers that the settings ask for. *Collective*. *Raises* as `comm.choice.connect`."""
+    """The way to the peers that the settings ask for. *Collective*. *Raises* as `comm.choice.connect`, and `UsageError` where a
+    shard without peers is to add in a certain way."""
     if settings.shard_of is not None:
+        if settings.all_reduce != "auto":
+            raise UsageError(f"--all-reduce {settings.all_reduce} is how ranks add, and --shard-of adds nothing")
         return LoopbackCommunicator(settings.shard_of)
-    return connect(world, settings.comm)
+    return connect(world, settings.comm, all_reduce=settings.all_reduce)
 
 
 def _draw_draft(settings: EngineSettings, device: torch.device, max_model_len: int) -> Blueprint | None:

@@ -21,8 +21,10 @@ class EngineSettings:
     `model`: a folder, or with `load_format="dummy"` a named shape such as `qwen2.5-7b`. `dtype`: `auto`, `float32`, `bfloat16`,
     `float16`, or `fp8` for matrices in FP8 beside the activations that `auto` means. `kv_memory_bytes`: KV cache of one rank;
     None chooses from what is free. `max_step_tokens`: the prefill chunk.
-    `comm`: `auto` or one of `launch.comm_policy.NAMES`. `is_gpu_sharing`: more ranks than GPUs are dealt to the GPUs in turn, and
-    each takes its part of the memory; for tests, under MPS.
+    `comm`: `auto` or one of `launch.comm_policy.NAMES`. `all_reduce`: a name of `comm.choice_table.FORCED`: for comparisons, the
+    algorithm of all sums of the step over GPUs; `auto` chooses by the size of a message, and goes with any `comm`.
+    `is_gpu_sharing`: more ranks than GPUs are dealt to the GPUs in turn, and each takes its part of the memory; for tests, under
+    MPS.
     `shard_of`: compute what rank 0 of so many ranks would, alone; the output means nothing.
     `None` in `max_model_len` means the model's own limit. `is_ngram` or `draft_model` (a folder or shape, like `model`) switch
     speculation on, with `num_drafts` guessed tokens a row and step (None: as many as pay); `draft_placement`: of a draft
@@ -41,6 +43,7 @@ class EngineSettings:
     device: str = "auto"
     dtype: str = "auto"
     comm: str = "auto"
+    all_reduce: str = "auto"
     is_gpu_sharing: bool = False
     shard_of: int | None = None
     max_model_len: int | None = None

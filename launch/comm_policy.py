@@ -14,24 +14,27 @@ from dataclasses import dataclass
 class Candidate:
     """`name` as `--comm` takes it; `device` it is for, None for any; `reason` to take it, once nothing better is left.
 
-    `is_automatic`: whether it is ever taken without being asked for by name.
+    `is_automatic`: whether it is ever taken without being asked for by name. `has_algorithms`: whether it has several ways to
+    reduce, among which `--all-reduce` can choose.
     """
 
     name: str
     device: str | None
     reason: str
     is_automatic: bool = True
+    has_algorithms: bool = False
 
 
 CANDIDATES = (
-    Candidate("ipc", "cuda", "GPUs reach each other's memory"),
-    Candidate("nvshmem", "cuda", "GPUs reach each other's memory through NVSHMEM"),
+    Candidate("ipc", "cuda", "GPUs reach each other's memory", has_algorithms=True),
+    Candidate("nvshmem", "cuda", "GPUs reach each other's memory through NVSHMEM", has_algorithms=True),
     Candidate("nccl", "cuda", "NCCL works with one GPU a rank"),
     Candidate("one_shot", "cpu", "ranks share memory"),
     Candidate("gloo", None, "works everywhere"),
     Candidate("host_loop", None, "the naive version, for comparison", is_automatic=False),
 )
 NAMES = tuple(candidate.name for candidate in CANDIDATES)
+WITH_ALGORITHMS = tuple(candidate for candidate in CANDIDATES if candidate.has_algorithms)
 
 
 @dataclass(frozen=True)

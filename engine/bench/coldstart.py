@@ -11,10 +11,7 @@ Start it as one process: it starts torchrun itself.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +19,7 @@ from tempfile import TemporaryDirectory
 
 import click
 
+from engine.bench.fresh import run_world, world_command
 from engine.bench.load import DTYPES, MAX_BATCH, describe_case, record_option, refuse_cpu_record
 from engine.bench.records import Record, commit
 from engine.bench.roof import DATASHEET_TB_S
@@ -35,32 +33,16 @@ VLLM_READY_S = {
 }
 VLLM = "vLLM 0.26.0, to ready, at least"
 CACHES = ("cold", "warm")
-END_S = 30.0  # for a run that is told to end
 
 
 def start_command(tp: int, options: Mapping[str, object], started: float) -> list[str]:
     """The command of one run. `options`: those of `engine.bench.first_token`."""
-    torchrun = [] if tp == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)]
-    given = [f"--{name}={value}" for name, value in {**options, "started": started}.items()]
-    return [sys.executable, *torchrun, "-m", "engine.bench.first_token", *given]
+    return world_command("engine.bench.first_token", tp, {**options, "started": started})
 
 
 def run_fresh(tp: int, options: Mapping[str, object], cache_base: Path, timeout_s: float) -> dict:
     """Start a run, wait for its end, and return what it printed. *Raises* SystemExit if it failed or took too long."""
-    command = start_command(tp, options, time.time())
-    with subprocess.Popen(command, env=with_cache_base(cache_base), stdout=subprocess.PIPE, text=True) as process:
-        try:
-            printed, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun passes it on to its ranks
-            try:
-                process.communicate(timeout=END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            sys.exit(f"a run had no first token after {timeout_s:g} s")
-    if process.returncode:
-        sys.exit(process.returncode)  # it has said why
-    return json.loads(printed.splitlines()[-1])
+    return run_world(start_command(tp, options, time.time()), timeout_s, "first token", with_cache_base(cache_base))
 
 
 def time_starts(tp: int, options: Mapping[str, object], repeats: int, timeout_s: float) -> dict[str, list[dict]]:

@@ -51,6 +51,7 @@ def plan_for(num_gpus: int) -> list[Bench]:
             Bench("bench-decode", 90, ("MODEL=qwen2.5-72b", tp)),
             Bench("bench-prefill", 90, ("MODEL=qwen2.5-72b", tp)),
             Bench("bench-stages", 120, ("MODEL=qwen2.5-72b", tp)),
+            Bench("bench-ways", 420),
             Bench("bench-comm", 120, (tp,)),
             Bench("bench-signal", 60),
             Bench("bench-soak", 60, (tp, "MPS=")),

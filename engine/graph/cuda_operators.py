@@ -81,14 +81,14 @@ class CudaOperators(TorchOperators):
         self._peers, self._attention, self._gemv, self._ends, self._scaled = peers, attention, gemv, ends, scaled
         self._sums = sums
         row_bytes = step.config.hidden_size * step.dtype.itemsize
-        self._is_norm_fused, self._is_sum_fused = _takes_norm(row_bytes), takes_add_norm(row_bytes)
+        self._is_norm_fused, self._is_sum_fused = peers.is_norm_fused and _takes_norm(row_bytes), takes_add_norm(row_bytes)
         self._is_rotary_fused = takes_rotary_write(step.config.head_dim, step.dtype)
         self._norms = [
             None if layer.q_norm is None else HeadNorms(layer.q_norm, layer.k_norm, step.config.rms_norm_eps)
             for layer in step.weights.layers
         ]
         parts = ["products of few rows"] * (step.dtype == torch.bfloat16) + ["attention"] * (attention is not None)
-        parts += ["norm"] * self._is_norm_fused + ["choice"]
+        parts += ["norm"] * (self._is_norm_fused or self._is_sum_fused) + ["choice"]
         self.description = f"own kernels for {', '.join(parts)}"
         self.most_single = 0 if attention is None else attention.max_rows
 

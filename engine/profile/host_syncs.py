@@ -1,9 +1,11 @@
-"""How often the host waits for the GPU inside torch's own calls (`.item()` and the like), and how often the GPU copies to it."""
+"""How often the host waits for the GPU inside torch's own calls (`.item()`, `torch.cuda.synchronize` and the like), and how often
+the GPU copies to it."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,8 +16,8 @@ _TEXT = "called a synchronizing CUDA operation"  # torch warns with these words,
 class HostSyncCount:
     """Counts the waits of this process from now until `stop`, in torch's synchronisation debug mode.
 
-    Waits on memory that a kernel writes, and on events, are not torch's and not counted. What waits gets slower meanwhile: its
-    times are not to be used.
+    That mode passes over `torch.cuda.synchronize`, so its calls are counted beside it. Waits on memory that a kernel writes, and
+    on events, are not torch's and not counted. What waits gets slower meanwhile: its times are not to be used.
     """
 
     def __init__(self) -> None:
@@ -24,12 +26,24 @@ class HostSyncCount:
         self._caught = self._catcher.__enter__()
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
+        self._synchronize, self._num_whole = torch.cuda.synchronize, 0
+        torch.cuda.synchronize = self._counted_synchronize
 
     def stop(self) -> int:
-        """The waits. Puts the mode and the warnings back as they were."""
+        """The waits. Puts the mode, the warnings and torch's function back as they were."""
+        torch.cuda.synchronize = self._synchronize
         torch.cuda.set_sync_debug_mode(self._before)
         self._catcher.__exit__(None, None, None)
-        return sum(_TEXT in str(warning.message) for warning in self._caught)
+        return self._num_whole + sum(_TEXT in str(warning.message) for warning in self._caught)
+
+    def _counted_synchronize(self, device: Any = None) -> None:
+        self._num_whole += 1
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")  # so that no torch counts it twice
+        try:
+            self._synchronize(device)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 def count_host_syncs(body: Callable[[], object]) -> int | None:

@@ -23,6 +23,14 @@ class Layout:
 LAYOUTS = {
     "decode": Layout("Decode", "Random weights of a public shape, the whole engine. TPOT excludes prefill.", split=("model",)),
     "prefill": Layout("Prefill", "Time to the first token, and prompt tokens a second.", like={"ttft_p90_ms": "ttft_ms"}),
+    "ways": Layout(
+        "Ways to reduce",
+        "The same prompts by every way to sum over the ranks, in graphs and without. `host_loop` is the naive way: the host\n"
+        "waits before and after each sum. A request is its prompt and 128 tokens more; it and `torch syncs` count waits of the\n"
+        "host inside torch, `host syncs per token` decode steps that the engine waits for. Equal tokens: those before an answer\n"
+        "first differs from the first way's; sums that round otherwise turn near-ties.",
+        split=("model",),
+    ),
     "throughput": Layout("Throughput", "Many requests of mixed lengths, all there at the start."),
     "drift": Layout(
         "Long run", "Prompts through a full batch; tenths of equal work. Mismatches: ranks chose other tokens at some step.",

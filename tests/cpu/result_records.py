@@ -38,6 +38,9 @@ def all_reduce(algorithm: str, us: float, **changes: object) -> dict:
 OTHERS = [
     made("prefill", DECODE, {"ttft_ms": 20, "ttft_p90_ms": 40, "prefill_tok_s": 1000, "host_syncs_per_request": 3},
          ceiling={"ttft_ms": 10}, peer={"name": "vLLM", "ttft_ms": 30}),
+    made("ways", {"model": "qwen2.5-7b", "tp": 2, "way": "lamport", "backend": "graph"},
+         {"ttft_ms": 10, "tpot_ms": 2.5, "host_syncs_per_request": 2, "torch_syncs_per_token": 0, "equal_tokens": 60},
+         ceiling={"ttft_ms": 4, "tpot_ms": 1.5, "equal_tokens": 129}, peer={"name": "host_loop", "ttft_ms": 30, "tpot_ms": 20}),
     made("throughput", {"model": "qwen2.5-7b", "tp": 1, "requests": 1024},
          {"output_tok_s": 9000, "total_tok_s": 1, "drift_percent": 1.5},
          ceiling={"drift_percent": 3}, peer={"name": "vLLM", "output_tok_s": 6000}),

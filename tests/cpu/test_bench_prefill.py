@@ -121,6 +121,18 @@ def test_waits_are_counted_by_torchs_own_warnings(monkeypatch):
         warnings.warn("something else", stacklevel=1)
 
     assert count_host_syncs(body) == 3
+    waits = []
+
+    def synchronize(device=None):
+        assert modes[-1] == "default", "or a torch that warns of it would count it twice"
+        waits.append(device)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    modes.clear()
+    modes.append("default")
+    assert count_host_syncs(lambda: (torch.cuda.synchronize(), body(), torch.cuda.synchronize("cuda:1"))) == 5
+    assert waits == [None, "cuda:1"] and torch.cuda.synchronize is synchronize
+    modes[:] = ["default", "warn", "default"]
     with pytest.raises(KeyError):
         count_host_syncs(lambda: {}["absent"])
     assert modes == ["default", "warn", "default", "warn", "default"]

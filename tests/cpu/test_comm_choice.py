@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from comm import candidates
+from comm import candidates, choice
 from comm.choice import connect
 from comm.gloo import GlooCommunicator
 from comm.one_shot import OneShotCommunicator
 from comm.self_test import self_test
 from launch.environment import Environment
-from launch.errors import EXIT_MODEL, CommUnavailable, HeapExhausted, PeerTimeout, UsageError
+from launch.errors import EXIT_MODEL, CommUnavailable, DoorbellError, HeapExhausted, PeerTimeout, UsageError
 from launch.world import World
 from tests.ranks_harness import RankFailed, run_ranks
 
@@ -67,6 +67,64 @@ def expect_refusals(rank, size):
 
 def test_what_needs_gpus_is_refused_with_one_sentence_on_cpus():
     run_ranks(2, expect_refusals)
+
+
+@pytest.mark.parametrize(
+    "size, requested, all_reduce, words",
+    [
+        (2, "auto", "ring", "the all-reduce 'ring' is not known; choose auto, lamport or one_shot"),
+        (2, "nccl", "lamport", "--all-reduce lamport goes with --comm ipc or nvshmem, not with nccl"),
+        (2, "one_shot", "one_shot", "--all-reduce one_shot goes with --comm ipc or nvshmem, not with one_shot"),
+        (1, "auto", "lamport", "--all-reduce lamport is how ranks add, and this run has one rank"),
+    ],
+)
+def test_an_all_reduce_that_cannot_be_meant_is_refused_before_any_connection(size, requested, all_reduce, words):
+    with pytest.raises(UsageError) as caught:
+        connect(World(rank=0, size=size, local_size=size), requested, all_reduce=all_reduce)
+    assert str(caught.value) == words
+
+
+def expect_no_algorithms(rank, size):
+    with pytest.raises(CommUnavailable) as caught:
+        connect(world_here(), all_reduce="lamport")
+    why = "not ipc or nvshmem: it needs GPUs, and this run computes on cpu"
+    assert str(caught.value) == f"--all-reduce lamport is not possible here: {why}"
+    assert caught.value.exit_code == EXIT_MODEL
+
+
+def test_an_all_reduce_of_gpus_is_refused_on_cpus():
+    run_ranks(2, expect_no_algorithms)
+
+
+def open_made_up(rank, size, broken):
+    opened = []
+
+    def stand_in(name):
+        def open_it(site, reason):
+            opened.append((name, site.algorithm, reason))
+            if name in broken:
+                raise DoorbellError(f"{name} is broken")
+            return GlooCommunicator(site.group, reason)
+
+        return open_it
+
+    for name in ("ipc", "nvshmem", "gloo"):
+        candidates.OPENERS[name] = stand_in(name)
+    choice.obstacle = lambda name, standing: None
+    try:
+        connect(world_here(), all_reduce="one_shot").close()
+    except CommUnavailable as error:
+        opened.append(str(error))
+    return opened
+
+
+def test_the_algorithm_reaches_whoever_has_it_and_nobody_else_is_tried():
+    ipc = ("ipc", "all_reduce_one_shot", "GPUs reach each other's memory")
+    assert run_ranks(2, open_made_up, ()) == [[ipc]] * 2
+    nvshmem = ("nvshmem", "all_reduce_one_shot", "not ipc: ipc is broken; GPUs reach each other's memory through NVSHMEM")
+    assert run_ranks(2, open_made_up, ("ipc",)) == [[ipc, nvshmem]] * 2
+    refusal = "--all-reduce one_shot is not possible here: not ipc: ipc is broken; not nvshmem: nvshmem is broken"
+    assert run_ranks(2, open_made_up, ("ipc", "nvshmem")) == [[ipc, nvshmem, refusal]] * 2
 
 
 def break_rank_1_and_connect(rank, size):

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from comm import device_communicator
+from comm.choice_table import FORCED
+from comm.device_collectives import DeviceCollectives
 from comm.device_communicator import DeviceCommunicator
 from comm.host_loop import HostLoopCommunicator
 from comm.nccl import NcclCommunicator
@@ -50,9 +52,9 @@ def is_capturing(monkeypatch):
     return state
 
 
-def communicator(open_nccl):
+def communicator(open_nccl, algorithm=None):
     calls = Calls()
-    made = DeviceCommunicator(calls, calls, calls, calls, calls, "why", open_nccl)
+    made = DeviceCommunicator(calls, calls, calls, calls, calls, "why", open_nccl, algorithm)
     return made, calls
 
 
@@ -74,6 +76,17 @@ def test_nccl_connects_at_the_first_large_message_outside_a_capture(is_capturing
     is_capturing[0] = True
     made.all_reduce(GpuTensor(LARGE))
     assert algorithms(calls)[2:] == ["all_reduce_two_shot"] and len(nccl.names) == 2
+
+
+@pytest.mark.parametrize("name, is_norm_fused", [("lamport", True), ("one_shot", False)])
+def test_an_algorithm_that_is_asked_for_takes_every_size(name, is_norm_fused, is_capturing):
+    made, calls = communicator(lambda: pytest.fail("NCCL has no part in it"), FORCED[name])
+    for is_capturing[0] in (False, True):
+        for num_bytes in (SMALL, 1 << 20, LARGE):
+            made.all_reduce(GpuTensor(num_bytes))
+    assert algorithms(calls) == [f"all_reduce_{name}"] * 6 and made.is_norm_fused == is_norm_fused
+    assert made.detail == f"{name.replace('_', '-')} for messages of any size, as --all-reduce asks"
+    assert communicator(None)[0].is_norm_fused and hasattr(DeviceCollectives, FORCED[name])
 
 
 def test_ranks_that_share_a_gpu_never_meet_nccl_and_come_together_before_they_wait(is_capturing, monkeypatch):

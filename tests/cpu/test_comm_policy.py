@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from comm.candidates import OPENERS
-from comm.choice_table import NCCL, TABLES, Row, Table, describe, pick, table_for
+from comm.choice_table import FORCED, NCCL, TABLES, Row, Table, describe, pick, table_for
 from comm.site import GpuView, standing_of
 from engine.generate import command
 from engine.summary import describe_comm
@@ -20,6 +20,13 @@ def test_every_candidate_can_be_opened_and_asked_for():
     assert set(OPENERS) == set(NAMES)
     option = next(parameter for parameter in command.params if parameter.name == "comm")
     assert tuple(option.type.choices) == ("auto", *NAMES)
+
+
+def test_every_all_reduce_can_be_asked_for():
+    option = next(parameter for parameter in command.params if parameter.name == "all_reduce")
+    assert tuple(option.type.choices) == tuple(FORCED) and FORCED["auto"] is None
+    options = command.main(args=["--all-reduce", "one_shot", "--comm", "ipc"], standalone_mode=False)
+    assert options.engine_settings().all_reduce == "one_shot"
 
 
 def test_the_order_of_each_device_ends_with_what_always_works():

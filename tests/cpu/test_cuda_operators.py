@@ -65,11 +65,12 @@ def dense(weight: torch.Tensor) -> torch.Tensor:
 class TwinPeers:
     """The fused norm, and the choice, of the ranks of a thread each."""
 
-    def __init__(self, comm):
-        self._comm = comm
+    def __init__(self, comm, is_norm_fused=True):
+        self._comm, self.is_norm_fused, self.num_fused = comm, is_norm_fused, 0
         self.collectives = self.vocabulary = self
 
     def all_reduce_lamport_norm(self, x, residual, weight, eps, normed, is_next_early):
+        self.num_fused += 1
         x = x if x.dim() == 2 else x[0] + x[1] + x[2]
         residual += self._comm.all_reduce(x.contiguous())
         return normed.copy_(rms_norm(residual, weight, eps))
@@ -188,6 +189,27 @@ def test_the_wiring_of_steps_with_drafts(family, has_attention, most_rows, tmp_p
         speculation = Speculation(None, FixedDepth(3))
         run = answer(folder, rows(), 2, bursts=bursts, speculation=speculation)
         assert run.answers == answer(folder, rows(), 2).answers and speculation.stats.acceptance > 0.6
+
+
+@pytest.mark.parametrize("is_norm_fused", (True, False))
+@pytest.mark.parametrize("most_rows", (0, 16))
+def test_a_sum_of_few_rows_is_one_kernel_with_the_norm_unless_another_algorithm_is_asked_for(
+    most_rows, is_norm_fused, tmp_path, twin_kernels, monkeypatch
+):
+    folder, peers, norms = save_model(make_model("qwen2", max_position_embeddings=128), tmp_path), [], []
+    launch = cuda_operators.launch_add_norm
+    monkeypatch.setattr(cuda_operators, "launch_add_norm", lambda *operands: norms.append(len(operands[1])) or launch(*operands))
+
+    def bursts(replica):
+        peers.append(TwinPeers(replica.comm, is_norm_fused))
+        ends = EndKernels(*[None] * 7)
+        operators = CudaOperators(replica.backend, replica.full_vocab, peers[-1], None, TwinGemv(most_rows), ends)
+        return TwinBurst(operators, RowState(8, 8, replica.full_vocab, CPU, replica.comm.check))
+
+    rows = lambda: [request(text, idx, max_tokens=5) for idx, text in enumerate(prompts(2))]  # noqa: E731
+    assert answer(folder, rows(), 2, bursts=bursts).answers == answer(folder, rows(), 2).answers
+    assert all((twin.num_fused > 0) == is_norm_fused for twin in peers) and (len(norms) > 0) != is_norm_fused
+    assert not norms or max(norms) <= 3  # rows that would fit the fused kernel
 
 
 @pytest.mark.parametrize("size", (1, 2))

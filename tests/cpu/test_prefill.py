@@ -217,6 +217,7 @@ def test_a_capture_keeps_to_the_order_of_ranks_that_share_a_gpu(folders, monkeyp
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(step.comm, "barrier", lambda: calls.append("barrier"))
+    monkeypatch.setattr(step.comm, "meet", lambda: calls.append("meet"))
     backend = GraphPrefill(operators, Limits(4, 512, 1024), 512, stock_up=lambda: calls.append("stock up"))
     run_step = backend._step
     monkeypatch.setattr(backend, "_step", lambda shape: calls.append("step") or run_step(shape))
@@ -224,6 +225,6 @@ def test_a_capture_keeps_to_the_order_of_ranks_that_share_a_gpu(folders, monkeyp
     batch = build_batch([ScheduledRow.of(sequence, 20)], step.kv.page_size, step.device)
     plain, first, replayed = (backend.run(batch).clone() for _ in range(3))
     idle = ["synchronize", "barrier"]
-    assert calls == [*idle, "stock up", "barrier", "step", *idle, "capture", "step", "stock up", "barrier", "replay"]
+    assert calls == [*idle, "stock up", "barrier", "step", *idle, "capture", "step", "stock up", "barrier", "meet", "replay"]
     torch.testing.assert_close(first, plain, atol=TOLERANCE, rtol=0)
     assert torch.equal(replayed, first)

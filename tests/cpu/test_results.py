@@ -50,6 +50,9 @@ def test_a_number_stands_beside_its_ceiling_and_its_peer(tmp_path):
 EXPECTED = {
     "prefill": (["TTFT, ms", "ceiling", "vLLM", "TTFT p90, ms", "ceiling", "vLLM", "host syncs per request", "limit"],
                 ["20", "10 (50 %)", "30 (1.50x)", "40", "10 (25 %)", "30 (0.75x)", "3", "0"]),
+    "ways": (["TTFT, ms", "ceiling", "host_loop", "TPOT, ms", "ceiling", "host_loop", "host syncs per request", "limit",
+              "torch syncs per token", "limit", "equal tokens", "limit"],
+             ["10", "4 (40 %)", "30 (3.00x)", "2.5", "1.5 (60 %)", "20 (8.00x)", "2", "0", "0", "0", "60", "129"]),
     "throughput": (["output, tok/s", "vLLM", "drift, %", "limit"], ["9000", "6000 (1.50x)", "1.5", "3"]),
     "speculate": (["speedup", "tokens per step", "limit", "acceptance", "limit"], ["1.75", "3.1", "5", "0.8", "1"]),
     "drift": (["output, tok/s", "ceiling", "drift, %", "limit", "steps compared", "mismatches", "limit"],

@@ -59,5 +59,7 @@ def test_refusals():
         draw_blueprint(settings(shard_of=0), World())
     with pytest.raises(UsageError, match="no GPU to share"):
         draw_blueprint(settings(shard_of=2, is_gpu_sharing=True), World())
+    with pytest.raises(UsageError, match="--all-reduce lamport is how ranks add, and --shard-of adds nothing"):
+        open_communicator(settings(shard_of=2, all_reduce="lamport"), World())
     with pytest.raises(ModelError, match="9 ranks are too many"):
         draw_blueprint(settings(shard_of=9), World())

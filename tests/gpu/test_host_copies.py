@@ -23,6 +23,13 @@ def folder(tmp_path_factory):
     return save_mild_model(tmp_path_factory.mktemp("mild"))
 
 
+def test_each_wait_inside_torch_counts_once():
+    x = torch.ones(3, device="cuda")
+    assert count_host_syncs(lambda: [torch.cuda.synchronize() for _ in range(5)]) == 5
+    assert count_host_syncs(lambda: [torch.cuda.current_stream().synchronize(), x.sum().item(), torch.cuda.synchronize(0)]) == 3
+    assert count_host_syncs(lambda: x.add_(1)) == 0
+
+
 @pytest.mark.parametrize("batch", (1, 8))
 @pytest.mark.parametrize("steps", STEPS)
 def test_host_syncs_and_copies_a_token(folder, steps, batch):

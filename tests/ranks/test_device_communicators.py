@@ -16,7 +16,7 @@ HAS_TWO = torch.cuda.device_count() > 1
 needs_two = pytest.mark.skipif(not HAS_TWO, reason="ranks share a GPU, which NCCL refuses")
 
 
-def open_world(requested: str):
+def open_world(requested: str, all_reduce: str = "auto"):
     from comm.choice import connect
     from launch.devices import resolve_device
     from launch.environment import Environment
@@ -24,7 +24,7 @@ def open_world(requested: str):
 
     environment = Environment.read()
     world = World.from_environment(environment, resolve_device("cuda", environment, is_sharing=True))
-    return connect(world, requested)
+    return connect(world, requested, all_reduce=all_reduce)
 
 
 def integers(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -63,8 +63,8 @@ def check_gather_and_words(comm) -> None:
     comm.barrier()
 
 
-def check_communicator(rank: int, size: int, requested: str) -> tuple[str, str, str]:
-    comm = open_world(requested)
+def check_communicator(rank: int, size: int, requested: str, all_reduce: str = "auto") -> tuple[str, str, str]:
+    comm = open_world(requested, all_reduce)
     check_sums(comm)
     check_gather_and_words(comm)
     said = comm.name, comm.reason, comm.detail
@@ -77,6 +77,12 @@ def test_sums_gather_and_words(requested: str) -> None:
     for name, reason, detail in run_ranks(2, check_communicator, requested, timeout_s=120):
         assert (name, reason) == (requested, "asked for")
         assert ("NCCL" in detail) == (HAS_TWO and requested == "host_loop")
+
+
+@pytest.mark.parametrize("all_reduce", ["lamport", "one_shot"])
+def test_one_algorithm_for_messages_of_any_size(all_reduce: str) -> None:
+    for name, _, detail in run_ranks(2, check_communicator, "auto", all_reduce, timeout_s=120):
+        assert name == "ipc" and detail == f"{all_reduce.replace('_', '-')} for messages of any size, as --all-reduce asks"
 
 
 def test_ranks_that_share_gpus() -> None:

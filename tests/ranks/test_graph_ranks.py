@@ -38,7 +38,7 @@ def rows(count: int, max_tokens: int, number: int, **options) -> list:
     ]
 
 
-def open_comm() -> tuple:
+def open_comm(all_reduce: str = "auto") -> tuple:
     """This rank's world and communicator."""
     from comm.choice import connect
     from launch.devices import resolve_device
@@ -47,7 +47,7 @@ def open_comm() -> tuple:
 
     environment = Environment.read()
     world = World.from_environment(environment, resolve_device("cuda", environment, is_sharing=True))
-    return world, connect(world, "ipc")
+    return world, connect(world, "ipc", all_reduce=all_reduce)
 
 
 def open_pair(folder: str, world, comm, is_profiled: bool = False, **settings) -> list:
@@ -83,9 +83,9 @@ def answer_both(replicas: list, make_requests) -> list:
     return runs
 
 
-def answer_in_turn(rank: int, size: int, folder: str, is_profiled: bool) -> list:
+def answer_in_turn(rank: int, size: int, folder: str, is_profiled: bool, all_reduce: str = "auto") -> list:
     """(tokens with graphs, tokens of eager steps, host waits with graphs, digest) of each case. `is_profiled`: the graphs."""
-    world, comm = open_comm()
+    world, comm = open_comm(all_reduce)
     replicas = open_pair(
         folder, world, comm, is_profiled, dtype="float32", kv_memory_bytes=1 << 24, max_batch=9,
         overlap_tokens=129,  # of two ranks with a GPU each: steps of several prompts
@@ -113,6 +113,16 @@ def test_tokens_are_those_of_eager_steps(size, tmp_path):
     folder = save_model(make_model("qwen2", **shape), tmp_path)
     for is_profiled in (False, True) if size == 2 else (False,):
         check_in_turn(run_ranks(size, answer_in_turn, str(folder), is_profiled, timeout_s=240))
+
+
+@pytest.mark.parametrize("all_reduce", ("lamport", "one_shot"))
+def test_tokens_are_the_same_by_one_algorithm_for_all_sums(all_reduce, tmp_path):
+    """One-shot: the sum and the norm are kernels of their own in steps of few rows, too."""
+    from tests.cpu.tiny import make_model, save_model
+
+    shape = {"vocab_size": VOCAB, "hidden_size": 256, "head_dim": 64, "intermediate_size": 200}
+    folder = save_model(make_model("qwen2", **shape), tmp_path)
+    check_in_turn(run_ranks(2, answer_in_turn, str(folder), False, all_reduce, timeout_s=240))
 
 
 def check_in_turn(ranks: list) -> None:
