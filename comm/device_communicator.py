@@ -21,8 +21,11 @@ from comm.draft_channels import open_draft_channels
 from comm.gloo import GlooCommunicator
 from comm.heap import DeviceHeap
 from comm.nccl_group import NcclGroup
+from comm.stream_deadline import StreamDeadline
 from kernels.build import Build
 from launch.errors import ConnectError, DoorbellError, PeerLost
+
+STREAM_GRACE_S = 10.0  # of a stream's deadline beyond that of kernels, which can say for whom they waited
 
 
 class DeviceCommunicator(ControlledCommunicator):
@@ -60,6 +63,7 @@ class DeviceCommunicator(ControlledCommunicator):
         self._open_nccl, self._nccl = open_nccl, None
         self._algorithm, self.is_norm_fused = algorithm, algorithm in (None, LAMPORT)
         self.detail = describe(self.size, self.is_one_rank_per_gpu) if algorithm is None else describe_forced(algorithm)
+        self._stream_deadlines: list[StreamDeadline] = []
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._device_watch.check()
@@ -101,15 +105,22 @@ class DeviceCommunicator(ControlledCommunicator):
 
     def close(self) -> None:
         """Unmap in order if all ranks end in order; otherwise leave it to the end of the processes."""
+        while self._stream_deadlines:
+            self._stream_deadlines.pop().close()
         if self.watch is not None and self.watch.is_orderly:
             self._heap.close()
         else:
             self._heap.abandon()
         super().close()
 
-    def draft_channels(self, build: Build) -> list[DeviceSignalChannel]:
-        """As `open_draft_channels`. *Raises* `DoorbellError` when the kernels cannot be compiled."""
-        return open_draft_channels(self._heap, self._device_watch, load_signal(build), is_pdl=self.is_one_rank_per_gpu)
+    def draft_channels(self, build: Build, wait: str = "kernel") -> list[DeviceSignalChannel]:
+        """As `open_draft_channels`. A stream's waits end after the limit of kernels and `STREAM_GRACE_S`, counted for each launch
+        that `note_launch` is told of. *Raises* `DoorbellError` when the kernels cannot be compiled."""
+        kernels, deadline = load_signal(build), None
+        if wait == "stream" and self.rank > 0:  # rank 0 hands on and takes nothing
+            deadline = StreamDeadline(self._device_watch, self._device_watch.limit_s + STREAM_GRACE_S)
+            self._stream_deadlines.append(deadline)
+        return open_draft_channels(self._heap, self._device_watch, kernels, self.is_one_rank_per_gpu, wait, deadline)
 
     def _connected_nccl(self) -> NcclGroup | None:
         """*Collective* the first time. None for good when NCCL does not connect, which rank 0 says once."""

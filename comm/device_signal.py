@@ -110,6 +110,7 @@ class DeviceSignalChannel:
             raise ValueError(f"a channel waits by {' or '.join(WAITS)}, not {wait!r}")
         self._heap, self._watch, self._kernels, self._stem = heap, watch, kernels, stem
         self.producer, self.consumer, self.wait, self._is_pdl = producer, consumer, wait, is_pdl
+        self._deadline = deadline if wait == "stream" and heap.rank == consumer else None
         self.shape = "packet" if wait == "kernel" and not is_writes_only else "signal"
         span = heap.layout.span(f"{stem}.slots")
         self.slot_bytes = (span.stop - span.start) // (2 * NUM_SLOTS)
@@ -143,6 +144,12 @@ class DeviceSignalChannel:
         slot = self._next_slot()
         self._enqueue_wait(slot)
         self._move("take", out, self._end(slot), self._is_pdl and self.wait == "kernel")
+
+    def note_launch(self) -> None:
+        """Takes of this channel have been launched on torch's current stream, eagerly or in graphs, and the host will not wait
+        for them through `StreamDeadline.synchronize`: the deadline of a stream wait runs from here on. Not while capturing."""
+        if self._deadline is not None:
+            self._deadline.note_launch()
 
     def relay(self, out: torch.Tensor, onward: DeviceSignalChannel) -> None:
         """Enqueue in one kernel: take the next message into `out` and put it on `onward`, a channel of the same kind.

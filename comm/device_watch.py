@@ -35,7 +35,7 @@ class WatchParams(ctypes.Structure):
 
 
 class DeviceWatch:
-    """One rank's record. `params` goes into every kernel that waits; `check` after results matter."""
+    """One rank's record. `params` goes into every kernel that waits, each for up to `limit_s`; `check` after results matter."""
 
     def __init__(self, deadline_s: float):
         import cupy
@@ -43,6 +43,7 @@ class DeviceWatch:
         self._memory = cupy.cuda.PinnedMemory(ctypes.sizeof(_Record), cupy.cuda.runtime.hostAllocMapped)
         self._record = _Record.from_address(self._memory.ptr)
         ctypes.memset(self._memory.ptr, 0, ctypes.sizeof(_Record))
+        self.limit_s = deadline_s
         self._aborted = cupy.cuda.Memory(256)
         cupy.cuda.runtime.memset(self._aborted.ptr, 0, 256)
         # With unified addressing the device finds host-mapped memory at the host's own address.

@@ -1,7 +1,7 @@
 """Channels by which rank 0 hands the drafts of a step to every other rank: put-with-signal inside of the step's graph.
 
-They wait in the kernel unless told otherwise, and the engine does not tell them: its host waits for tokens, not through
-`StreamDeadline`, and a wait of a stream has no other deadline.
+They wait in the kernel unless told otherwise. A host that waits for tokens, as the engine's does, and not through
+`StreamDeadline.synchronize`, says what it launches (`DeviceSignalChannel.note_launch`): a wait of a stream has no other deadline.
 """
 
 from __future__ import annotations

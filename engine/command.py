@@ -59,6 +59,7 @@ class CommandOptions:
     num_drafts: int | None
     draft_kv_memory: int | None
     draft_placement: str
+    draft_wait: str
     output_path: str | None
     is_openai: bool
     with_token_ids: bool
@@ -97,6 +98,7 @@ class CommandOptions:
             num_drafts=self.num_drafts,
             draft_kv_memory_bytes=self.draft_kv_memory,
             draft_placement=self.draft_placement,
+            draft_wait=self.draft_wait,
             is_eager=not self.graphs,
             is_profiled=self.profile_path is not None,
         )

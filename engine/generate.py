@@ -17,7 +17,7 @@ import click
 
 from comm.choice_table import FORCED
 from engine.command import CommandOptions
-from engine.settings import DEFAULT_MAX_TOKENS, DRAFT_PLACEMENTS, MAX_ADAPTIVE_DRAFTS, MAX_NUM_DRAFTS
+from engine.settings import DEFAULT_MAX_TOKENS, DRAFT_PLACEMENTS, DRAFT_WAITS, MAX_ADAPTIVE_DRAFTS, MAX_NUM_DRAFTS
 from launch.comm_policy import NAMES
 from launch.environment import Environment
 from launch.errors import DoorbellError
@@ -143,7 +143,10 @@ def option(*names: str, **settings: object):
         show_default=f"up to {MAX_ADAPTIVE_DRAFTS}, by how a row's guesses hold",
         help=f"Guessed tokens a row and step, 1 to {MAX_NUM_DRAFTS}.")
 @option("--draft-placement", type=click.Choice(DRAFT_PLACEMENTS), default=DRAFT_PLACEMENTS[0], show_default=True,
-        help="In graphs, the draft model on all ranks, or on the first, which hands its guesses to the others.")
+        help="In graphs, the draft model whole on all ranks, on the first, which hands its guesses to the others, or split over "
+             "all ranks like the target. Without graphs it is whole on the first, which sends its guesses with the step.")
+@option("--draft-wait", type=click.Choice(DRAFT_WAITS), default=DRAFT_WAITS[0], show_default=True,
+        help="With --draft-placement first, in graphs: the others wait for guesses in a kernel, or by a stream memory operation.")
 @option("--draft-kv-memory", type=ByteSize(), show_default="a quarter of the target's",
         help="KV cache of the draft model on a CPU or with --eager; in graphs it has the target's pages.")
 # Output

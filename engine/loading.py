@@ -27,7 +27,7 @@ from engine.profile.profiler import Profiler
 from engine.profile.step_profiler import NO_PROFILER
 from engine.replica import Replica
 from engine.scheduler import Limits, Scheduler
-from engine.settings import DRAFT_PLACEMENTS, MAX_NUM_DRAFTS, EngineSettings
+from engine.settings import DRAFT_PLACEMENTS, DRAFT_WAITS, MAX_NUM_DRAFTS, EngineSettings
 from engine.shapes import named_config
 from engine.shard_plan import ShardPlan
 from engine.weights import ModelWeights, dummy_weights, load_weights
@@ -44,7 +44,8 @@ class Blueprint:
     """All that is known before a weight is read. Making one has no cost and refuses what cannot work.
 
     `dtype`: of activations, of the KV cache, and of all weights that are not FP8; `is_fp8`: whether the matrices are.
-    `draft`: the draft model's own, as if it ran alone; None without one.
+    `draft`: the draft model's own, whole, as if it ran alone; None without one. `graph_draft`: the same as this rank has it in
+    graphs, if it has it: a shard where the draft model is split over the ranks.
     """
 
     settings: EngineSettings
@@ -56,6 +57,7 @@ class Blueprint:
     max_model_len: int
     notes: tuple[str, ...]
     draft: Blueprint | None = None
+    graph_draft: Blueprint | None = None
 
     @property
     def is_fp8(self) -> bool:
@@ -83,7 +85,8 @@ def draw_blueprint(settings: EngineSettings, world: World) -> Blueprint:
         )
     notes += _shard_notes(settings) + config.notes + (() if checkpoint is None else tuple(checkpoint.notes))
     draft = _draw_draft(settings, device, max_model_len)
-    return Blueprint(settings, config, plan, checkpoint, device, dtype, max_model_len, notes, draft)
+    graph_draft = _split_draft(draft, plan) if draft is not None and settings.draft_placement == "split" else draft
+    return Blueprint(settings, config, plan, checkpoint, device, dtype, max_model_len, notes, draft, graph_draft)
 
 
 def check_speculation(settings: EngineSettings) -> None:
@@ -98,6 +101,10 @@ def check_speculation(settings: EngineSettings) -> None:
         raise UsageError(f"--draft-placement must be {' or '.join(DRAFT_PLACEMENTS)}, not {settings.draft_placement!r}")
     if settings.draft_placement != DRAFT_PLACEMENTS[0] and settings.draft_model is None:
         raise UsageError("--draft-placement goes with --draft-model")
+    if settings.draft_wait not in DRAFT_WAITS:
+        raise UsageError(f"--draft-wait must be {' or '.join(DRAFT_WAITS)}, not {settings.draft_wait!r}")
+    if settings.draft_wait != DRAFT_WAITS[0] and settings.draft_placement != "first":
+        raise UsageError("--draft-wait goes with --draft-placement first, where drafts are handed on")
     if settings.draft_kv_memory_bytes is not None and settings.draft_model is None:
         raise UsageError("--draft-kv-memory goes with --draft-model")
 
@@ -139,13 +146,21 @@ def _draw_draft(settings: EngineSettings, device: torch.device, max_model_len: i
         return None
     own = replace(
         settings, model=settings.draft_model, max_model_len=None, draft_model=None, num_drafts=None, draft_kv_memory_bytes=None,
-        shard_of=None, draft_placement=DRAFT_PLACEMENTS[0],
+        shard_of=None, draft_placement=DRAFT_PLACEMENTS[0], draft_wait=DRAFT_WAITS[0],
     )  # fmt: skip
     try:
         draft = draw_blueprint(own, World(device=device))
     except (ModelError, UsageError) as error:
         raise type(error)(f"--draft-model: {error}") from None
     return replace(draft, max_model_len=min(draft.max_model_len, max_model_len))
+
+
+def _split_draft(draft: Blueprint, target: ShardPlan) -> Blueprint:
+    """The shard of the draft model that goes with the shard `target`. *Raises* `ModelError` for too many ranks."""
+    try:
+        return replace(draft, plan=ShardPlan.make(draft.config, target.size, target.rank))
+    except ModelError as error:
+        raise ModelError(f"--draft-placement split: {error}") from None
 
 
 def _open_model(settings: EngineSettings) -> tuple[ModelConfig, Checkpoint | None]:
@@ -202,7 +217,7 @@ def build_replica(
     phases = phases or Phases()
     settings, config, plan = blueprint.settings, blueprint.config, blueprint.plan
     weights = load_blueprint_weights(blueprint, progress)
-    draft = blueprint.draft if speculates_on_device(settings, blueprint.device, comm) else None
+    draft = blueprint.graph_draft if speculates_on_device(settings, blueprint.device, comm) else None
     if draft is not None and settings.draft_kv_memory_bytes is not None:
         raise UsageError("--draft-kv-memory is not for graphs, where the draft model has the target's pages; give --kv-memory")
     is_handed = draft is not None and settings.draft_placement == "first" and isinstance(comm, DeviceCommunicator)
@@ -215,7 +230,8 @@ def build_replica(
     kv = _allocate_cache(blueprint, num_pages)
     draft_step = None
     if has_draft:
-        draft_step = EagerStep(draft.config, draft.plan, draft_weights, SingleCommunicator(), _allocate_cache(draft, num_pages))
+        draft_comm = comm if draft.plan.size > 1 else SingleCommunicator()
+        draft_step = EagerStep(draft.config, draft.plan, draft_weights, draft_comm, _allocate_cache(draft, num_pages))
     draft_model = None if draft is None else DraftModel(draft_step, settings.draft_model, is_handed)
     phases.end("weights")
     is_cpu = blueprint.device.type == "cpu"

@@ -8,8 +8,9 @@ DEFAULT_MAX_TOKENS = 512
 DEFAULT_PAGE_SIZE = 16
 MAX_ADAPTIVE_DRAFTS = 8  # of a row and step, where it is not said how many
 MAX_NUM_DRAFTS = 16
-# Of a draft model in graphs: whole on all ranks, or on the first, which hands its drafts to the others.
-DRAFT_PLACEMENTS = ("all", "first")
+# Of a draft model in graphs: whole on all ranks, whole on the first, which hands its drafts to the others, or split over all.
+DRAFT_PLACEMENTS = ("all", "first", "split")
+DRAFT_WAITS = ("kernel", "stream")  # `comm.device_signal.WAITS`, which is not to be imported for a list of options
 DEFAULT_KV_SHARE_CPU = 0.25  # of the memory that is free at start, over all ranks of the machine
 DEFAULT_KV_SHARE_GPU = 0.90  # of the GPU's memory, weights included
 
@@ -28,7 +29,8 @@ class EngineSettings:
     `shard_of`: compute what rank 0 of so many ranks would, alone; the output means nothing.
     `None` in `max_model_len` means the model's own limit. `is_ngram` or `draft_model` (a folder or shape, like `model`) switch
     speculation on, with `num_drafts` guessed tokens a row and step (None: as many as pay); `draft_placement`: of a draft
-    model in graphs, one of `DRAFT_PLACEMENTS`; `draft_kv_memory_bytes`: its KV cache without graphs, on rank 0.
+    model in graphs, one of `DRAFT_PLACEMENTS`; `draft_wait`: how drafts of the first rank are waited for, one of `DRAFT_WAITS`;
+    `draft_kv_memory_bytes`: the draft model's KV cache without graphs, whole on rank 0.
     `is_eager`: plain torch steps on a GPU, no graphs and no bursts; a CPU has none anyway.
     `is_profiled`: steps are timed stage by stage (`engine.profile`). `graph_tokens`: the most new tokens of a step that prefills
     by a graph, where there are any; 0 for none, None for as many as are worth one. `fp8_products`: how more than a few rows are
@@ -59,6 +61,7 @@ class EngineSettings:
     num_drafts: int | None = None
     draft_kv_memory_bytes: int | None = None
     draft_placement: str = "all"
+    draft_wait: str = "kernel"
     is_eager: bool = False
     is_profiled: bool = False
     graph_tokens: int | None = None

@@ -50,6 +50,9 @@ class NumberedDrafts:
     def note_end(self, sequences: list) -> None:
         pass
 
+    def note_launch(self) -> None:
+        pass
+
     def propose(self, rows: SpeculativeRows, num_drafts: int) -> torch.Tensor:
         self.step.add_(1)
         return self._payloads[len(rows), num_drafts].at(self.step)

@@ -45,6 +45,10 @@ class OracleDrafts:
         if self._inner is not None:
             self._inner.note_end(sequences)
 
+    def note_launch(self) -> None:
+        if self._inner is not None:
+            self._inner.note_launch()
+
     def propose(self, rows: SpeculativeRows, num_drafts: int) -> torch.Tensor:
         if self._inner is not None:
             self._inner.propose(rows, num_drafts)

@@ -36,7 +36,7 @@ from engine.bench.roof import DATASHEET_TB_S, Reads, weight_bytes
 from engine.drafts.depth import Depth, FixedDepth, expected_tokens
 from engine.drafts.speculation import DraftStats
 from engine.graph.speculative_step import DeviceDrafter
-from engine.settings import DRAFT_PLACEMENTS
+from engine.settings import DRAFT_PLACEMENTS, DRAFT_WAITS
 from launch.environment import Environment
 
 DEFAULT_TRIALS = ("0.8:5", "0.6:4", "0:4", "0:adaptive")
@@ -123,9 +123,10 @@ class Bench:
 
 
 def make_record(
-    case: Case, draft: str, placement: str, trial: Trial, timing: Timing, plain_ms: float, verify_ms: float | None,
+    case: Case, draft: str, placement: str, wait: str, trial: Trial, timing: Timing, plain_ms: float, verify_ms: float | None,
     reads: Reads, draft_bytes: int, backend: str, comm: str,
 ) -> Record:  # fmt: skip
+    """`wait`: of `DRAFT_WAITS`, part of the case where drafts are handed on."""
     stats = timing.stats
     metrics = {
         "tpot_ms": timing.tpot_ms,
@@ -147,7 +148,7 @@ def make_record(
         ceiling["tpot_ms"] = 1e3 * floor_s / expected_tokens(trial.rate, trial.num_drafts)
     own = {
         "draft": draft, "placement": placement, "rate": trial.rate, "num_drafts": trial.num_drafts or "adaptive",
-        "acceptance": "set",
+        "acceptance": "set", **({"wait": wait} if placement == "first" else {}),
     }  # fmt: skip
     return Record(
         "speculate", {**vars(case), **own, "backend": backend, "comm": comm}, metrics, ceiling, {}, checked=True
@@ -157,8 +158,9 @@ def make_record(
 def describe(record: Record) -> list[str]:
     """What a person wants to know of it."""
     case, metrics = record.case, record.metrics
+    where = [f"placement {case['placement']}", *([case["wait"]] if "wait" in case else [])]
     lines = [
-        f"{describe_case(case)}, draft {case['draft']} (ranks: {case['placement']}), "
+        f"{describe_case(case)}, draft {case['draft']} ({', waits by '.join(where)}), "
         f"{case['num_drafts']} drafts right at {case['rate']}",
         f"  TPOT      {metrics['tpot_ms']:.3f} ms, {metrics['plain_tpot_ms']:.3f} without: {metrics['speedup']:.2f} x",
         f"  accepted  {100 * metrics['acceptance']:.1f} %, {metrics['mean_accepted']:.2f} a proposal, "
@@ -176,6 +178,8 @@ def describe(record: Record) -> list[str]:
 @engine_options
 @click.option("--draft", default="qwen2.5-0.5b", show_default=True, help="The draft model's shape.")
 @click.option("--draft-placement", type=click.Choice(DRAFT_PLACEMENTS), default=DRAFT_PLACEMENTS[0], show_default=True)
+@click.option("--draft-wait", type=click.Choice(DRAFT_WAITS), default=DRAFT_WAITS[0], show_default=True,
+              help="How ranks that are handed drafts wait for them.")
 @click.option("--trial", "trials", multiple=True, default=DEFAULT_TRIALS, show_default=True, help="RATE:DRAFTS; any number.")
 @click.option("--batch", type=click.IntRange(1, 16), default=1, show_default=True, help="Rows computed at once.")
 @click.option("--prompt", type=click.IntRange(1), default=512, show_default=True, help="Tokens of a prompt.")
@@ -183,7 +187,7 @@ def describe(record: Record) -> list[str]:
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
 def main(
     model: str, dtype: str, shard_of: int | None, eager: bool, device: str, record: Path | None, draft: str,
-    draft_placement: str, trials: tuple[str, ...], batch: int, prompt: int, output: int, repeats: int,
+    draft_placement: str, draft_wait: str, trials: tuple[str, ...], batch: int, prompt: int, output: int, repeats: int,
 ) -> None:  # fmt: skip
     """Time decode steps with drafts on all ranks of this world."""
     refuse_cpu_record(record, device)
@@ -192,8 +196,10 @@ def main(
     commit()
     parsed = [Trial.parse(text) for text in trials]
     environment = Environment.read()
+    if draft_wait != DRAFT_WAITS[0] and environment.world_size == 1:
+        raise click.UsageError("--draft-wait is of ranks that are handed drafts, and this process is alone")
     case = Case.here(model, device, dtype, batch, prompt, output, shard_of)
-    source = {"draft_model": draft, "draft_placement": draft_placement}
+    source = {"draft_model": draft, "draft_placement": draft_placement, "draft_wait": draft_wait}
     with errors_in_one_line(), open_engine(case, model, device, shard_of, **source) as engine:
         bench = Bench(engine, case, repeats)
         plain_ms = bench.time_plain()
@@ -203,11 +209,11 @@ def main(
         blueprint, backend, comm = engine.blueprint, engine.backend, engine.comm.name
     if environment.rank != 0:
         return
-    reads, draft_bytes = Reads.of(case, blueprint), weight_bytes(case, blueprint.draft)
+    reads, draft_bytes = Reads.of(case, blueprint), weight_bytes(case, blueprint.graph_draft)
     for trial, timing in zip(parsed, timings):
         result = make_record(
-            case, draft, draft_placement, trial, timing, plain_ms, verify.get(trial.num_drafts), reads, draft_bytes, backend,
-            comm,
+            case, draft, draft_placement, draft_wait, trial, timing, plain_ms, verify.get(trial.num_drafts), reads, draft_bytes,
+            backend, comm,
         )
         click.echo("\n".join(describe(result)))
         if record is not None:

@@ -33,6 +33,9 @@ class NgramDrafts:
     def note_end(self, sequences: list[Sequence]) -> None:
         pass
 
+    def note_launch(self) -> None:
+        pass
+
     def propose(self, rows: SpeculativeRows, num_drafts: int) -> torch.Tensor:
         drafts = torch.empty(len(rows), num_drafts, dtype=torch.int64, device=rows.history.device)
         return self._launch(rows.history, rows.rows.positions, drafts)
@@ -44,6 +47,8 @@ class DraftChannel(Protocol):
     def put(self, payload: torch.Tensor) -> None: ...
 
     def take(self, out: torch.Tensor) -> None: ...
+
+    def note_launch(self) -> None: ...
 
 
 class HandedDrafts:
@@ -64,6 +69,10 @@ class HandedDrafts:
     def note_end(self, sequences: list[Sequence]) -> None:
         if self._inner is not None:
             self._inner.note_end(sequences)
+
+    def note_launch(self) -> None:
+        for channel in self._channels:
+            channel.note_launch()
 
     def propose(self, rows: SpeculativeRows, num_drafts: int) -> torch.Tensor:
         if self._inner is None:
@@ -114,6 +123,9 @@ class ModelDrafts:
     def note_end(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             sequence.num_draft_computed = sequence.num_computed - 1
+
+    def note_launch(self) -> None:
+        pass
 
     def propose(self, rows: SpeculativeRows, num_drafts: int) -> torch.Tensor:
         last = rows.rows.token_ids[:, None]

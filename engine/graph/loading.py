@@ -53,7 +53,8 @@ def speculates_on_device(settings: EngineSettings, device: torch.device, comm: C
 @dataclass(frozen=True)
 class DraftModel:
     """A draft model. `step`: with weights, and a cache with a page for each of the target's; None on a rank that is handed its
-    drafts. `name`: for the start summary. `is_handed`: rank 0 alone has the model."""
+    drafts. Where its plan is of several ranks, its communicator is the target's. `name`: for the start summary. `is_handed`: rank
+    0 alone has the model."""
 
     step: EagerStep | None
     name: str
@@ -88,7 +89,7 @@ def open_graphs(
             drafter, check_draft = _open_draft(draft, num_ids, speculable, limits, ranks_per_gpu)
             checks.append(check_draft)
         if draft.is_handed:
-            channels = step.comm.draft_channels(Build(default_cache_folder()))
+            channels = step.comm.draft_channels(Build(default_cache_folder()), settings.draft_wait)
             drafter = HandedDrafts(drafter, channels, draft.name)
     elif settings.is_ngram:
         drafter = NgramDrafts(partial(launch_ngram_drafts, load_ngram_drafts(Build(default_cache_folder()))))
@@ -116,9 +117,10 @@ def _open_draft(
     draft: DraftModel, num_ids: int, speculable: Speculable, limits: Limits, ranks_per_gpu: int
 ) -> tuple[ModelDrafts, Callable[[], None]]:
     """The drafter, and what raises when one of its kernels gave up."""
-    step = draft.step
+    step, size = draft.step, draft.step.plan.size
     operators, check = open_operators(
         step, min(num_ids, step.config.full_vocab), 2 * speculable.max_rows, limits.max_model_len, ranks_per_gpu=ranks_per_gpu
     )
     prefill = PrefillStep(operators, limits.max_model_len)
-    return ModelDrafts(operators, prefill, limits.max_step_tokens, draft.name), check
+    name = draft.name if size == 1 else f"{draft.name}, split over {size} ranks"
+    return ModelDrafts(operators, prefill, limits.max_step_tokens, name), check

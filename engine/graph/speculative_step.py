@@ -31,6 +31,9 @@ class DeviceDrafter(Protocol):
     def note_end(self, sequences: list[Sequence]) -> None:
         """Steps of these rows are over; all their tokens are known."""
 
+    def note_launch(self) -> None:
+        """Steps that propose have been launched on torch's current stream; the host will not wait for that stream."""
+
     def propose(self, rows: SpeculativeRows, num_drafts: int) -> torch.Tensor:
         """int64 `[n, num_drafts]`: what may follow each row's last token. Asynchronous, capturable."""
 

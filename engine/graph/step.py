@@ -107,6 +107,8 @@ class _StateBackend(ABC):
             for _ in range(num_steps):
                 marks = self._run(kind, self._profiler.is_due())
                 self._profiler.end_burst_step(marks)
+        if burst.num_drafts:
+            self._drafter.note_launch()
         self.state.num_launched += num_steps
         burst.num_launched += num_steps
 
@@ -228,6 +230,7 @@ class GraphStep(_StateBackend):
             with torch.cuda.stream(self._stream):
                 if kind.num_drafts:
                     self._step(state, kind)
+                    self._drafter.note_launch()
                 else:
                     x = torch.zeros_like(weights.final_norm).expand(len(rows), -1).contiguous()
                     self._operators.choose(rows, self._operators.linear(x, weights.head))

@@ -140,18 +140,21 @@ def twin_bursts(
     return TwinBurst(operators, state, replica.profiler, None if make_drafter is None else make_drafter(replica))
 
 
-def twin_draft_model(folder: Path) -> Callable[[Replica], ModelDrafts]:
-    """Makes drafters of the model in `folder`, whole on every rank, in the pages of the target."""
+def twin_draft_model(folder: Path, placement: str = "all") -> Callable[[Replica], ModelDrafts]:
+    """Makes drafters of the model in `folder`, in the pages of the target: whole on every rank, or with `split` its shard."""
 
     def make(replica: Replica) -> ModelDrafts:
-        blueprint = draw_blueprint(EngineSettings(str(folder)), World())
+        rank, size = replica.comm.rank, replica.comm.size
+        settings = EngineSettings(str(folder), draft_model=str(folder), draft_placement=placement)
+        blueprint = draw_blueprint(settings, World(rank=rank, size=size, local_rank=rank, local_size=size)).graph_draft
         config, plan, target = blueprint.config, blueprint.plan, replica.backend.kv
         num_pages = target.num_slots // target.page_size
         kv = KvCache.allocate(
             config.num_layers, num_pages, target.page_size, plan.local_kv_heads, config.head_dim, torch.float32, CPU
         )
         num_ids = min(config.full_vocab, replica.full_vocab)
-        operators = TorchOperators(config, plan, load_blueprint_weights(blueprint), SingleCommunicator(), kv, num_ids)
+        comm = replica.comm if plan.size > 1 else SingleCommunicator()
+        operators = TorchOperators(config, plan, load_blueprint_weights(blueprint), comm, kv, num_ids)
         limits = replica.scheduler.limits
         return ModelDrafts(operators, PrefillStep(operators, limits.max_model_len), limits.max_step_tokens, str(folder))
 

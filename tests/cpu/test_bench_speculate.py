@@ -56,7 +56,8 @@ def test_what_is_accepted_is_what_was_set():
 def test_a_record_and_its_words(tmp_path):
     stats = DraftStats(num_proposals=10, num_proposed=40, num_accepted=20, num_decodes=10, num_decoded=30)
     reads = Reads(4_800_000_000, 0)
-    record = make_record(case(), "small", "all", Trial(0.5, 4), Timing(2.0, stats), 5.0, 5.5, reads, 480_000_000, "graph", "ipc")
+    timing, draft_bytes = Timing(2.0, stats), 480_000_000
+    record = make_record(case(), "small", "all", "kernel", Trial(0.5, 4), timing, 5.0, 5.5, reads, draft_bytes, "graph", "ipc")
     metrics = record.metrics
     assert metrics["speedup"] == 2.5 and metrics["step_ms"] == 6.0 and metrics["draft_ms"] == 0.5
     assert metrics["verify_ratio"] == 1.1 and metrics["tokens_per_step"] == 3.0 and metrics["mean_accepted"] == 2.0
@@ -66,7 +67,13 @@ def test_a_record_and_its_words(tmp_path):
     assert "2.50 x" in words and "drafts 0.500, verification 5.500, which is 1.100 plain steps" in words
     record.append_to(tmp_path / "speculate.jsonl", "1 x Test GPU", "engine.bench.speculate")
     assert json.loads((tmp_path / "speculate.jsonl").read_text())["bench"] == "speculate"
-    adaptive = make_record(case(), "small", "all", Trial(0.0, None), Timing(2.0, stats), 5.0, None, reads, 1, "graph", "ipc")
+    handed = [
+        make_record(case(tp=2), "small", "first", wait, Trial(0.5, 4), timing, 5.0, 5.5, reads, 1, "graph", "ipc")
+        for wait in ("kernel", "stream")
+    ]
+    assert [one.case["wait"] for one in handed] == ["kernel", "stream"] and "wait" not in record.case
+    assert "placement all)" in words and "placement first, waits by stream)" in describe(handed[1])[0]
+    adaptive = make_record(case(), "small", "split", "kernel", Trial(0.0, None), timing, 5.0, None, reads, 1, "graph", "ipc")
     assert adaptive.ceiling == {} and "verify_ms" not in adaptive.metrics and len(describe(adaptive)) == 3
 
 
@@ -77,6 +84,9 @@ def test_refusals(monkeypatch):
         (["--model", "tiny", "--eager"], "graphs on GPUs"),
         (["--model", "tiny", "--trial", "half"], "RATE:DRAFTS"),
         (["--batch", "17"], "17"),
+        (["--draft-placement", "half"], "'all', 'first', 'split'"),
+        (["--draft-wait", "host"], "'kernel', 'stream'"),
+        (["--draft-placement", "first", "--draft-wait", "stream"], "this process is alone"),
     ):
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 2 and words in result.output

@@ -144,6 +144,29 @@ def test_host_loop_waits_before_and_after_and_nccl_does_not(monkeypatch):
     assert not HostLoopCommunicator(control, "", nccl).is_rank_order and HostLoopCommunicator(control, "").is_rank_order
 
 
+@pytest.mark.parametrize(
+    "rank, wait, limit_s", [(0, "kernel", None), (1, "kernel", None), (0, "stream", None), (1, "stream", 40.0)]
+)
+def test_who_takes_drafts_by_stream_waits_has_a_deadline_that_ends_with_the_communicator(monkeypatch, rank, wait, limit_s):
+    limits, closed = [], []
+
+    def deadline(watch, limit_s):
+        limits.append(limit_s)
+        return SimpleNamespace(close=lambda: closed.append(limit_s))
+
+    monkeypatch.setattr(device_communicator, "load_signal", lambda build: "kernels")
+    monkeypatch.setattr(device_communicator, "StreamDeadline", deadline)
+    monkeypatch.setattr(device_communicator, "open_draft_channels", lambda *args: args)
+    made, calls = communicator(None)
+    made.rank, calls.limit_s = rank, 30.0
+    *_, kernels, is_pdl, found, given = made.draft_channels("build", wait)
+    assert (kernels, is_pdl, found) == ("kernels", False, wait)
+    assert limits == ([] if limit_s is None else [limit_s]) and (given is None) == (limit_s is None)
+    made.close()
+    made.close()
+    assert closed == limits
+
+
 def test_the_watch_is_shared_with_the_control():
     made, calls = communicator(None)
     made.watch = "watch"

@@ -1,16 +1,15 @@
 """The host's half of put-with-signal on GPUs, with recordings in place of the driver: who may call, what is enqueued where."""
 
 import enum
-import time
 from types import SimpleNamespace
 
 import pytest
 
-from comm import device_signal, stream_deadline, stream_ops
+from comm import device_signal, stream_ops
 from comm.device_signal import NUM_SLOTS, DeviceSignalChannel, SlotOrder
 from comm.device_watch import WatchParams
 from comm.heap import Layout
-from launch.errors import DoorbellError, PeerTimeout
+from launch.errors import DoorbellError
 
 SLOT_BYTES = 64
 KERNELS = [f"{shape}_{verb}" for shape in ("packet", "signal") for verb in ("put", "take", "relay")]
@@ -121,6 +120,14 @@ def test_a_relay_consumes_one_channel_and_produces_on_another(site):
         there.relay(FakeTensor(16), site.channel(1, "back", producer=1))
 
 
+def test_a_launch_is_noted_where_a_stream_waits(site):
+    noted = []
+    deadline = SimpleNamespace(guard=lambda *word: None, note_launch=lambda: noted.append(1))
+    for rank, wait, count in ((0, "kernel", 0), (1, "kernel", 0), (0, "stream", 0), (1, "stream", 1)):
+        site.channel(rank, wait=wait, deadline=deadline).note_launch()
+        assert len(noted) == count, (rank, wait)
+
+
 @pytest.mark.parametrize(
     "tensor, error, text",
     [
@@ -187,42 +194,3 @@ def test_stream_operations_ask_the_driver_for_equality_and_tell_refusals(monkeyp
     driver.result = Code.CUDA_ERROR_NOT_SUPPORTED
     with pytest.raises(DoorbellError, match="cuStreamWaitValue32 failed with CUDA_ERROR_NOT_SUPPORTED"):
         stream_ops.wait_value32(7, 4096, 1)
-
-
-def test_the_host_ends_every_wait_after_its_deadline(monkeypatch):
-    """Three queued waits, each of which takes up one write of its word."""
-    left, records, writes = [3], [], []
-
-    class Watch:
-        params = WatchParams(1, 2048, 3)
-
-        def give_up(self, *record):
-            records.append(record)
-
-        def check(self):
-            if records:
-                raise PeerTimeout(records[0][2], "late")
-
-    def write(stream, address, value):
-        writes.append((stream, address, value))
-        left[0] -= address == 4096
-
-    event = SimpleNamespace(record=lambda: None, query=lambda: left[0] <= 0)
-    monkeypatch.setattr(stream_deadline.torch.cuda, "Stream", lambda priority: SimpleNamespace(cuda_stream=5))
-    monkeypatch.setattr(stream_deadline.torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(stream_ops, "write_value32", write)
-    deadline = stream_deadline.StreamDeadline(Watch(), 0.05)
-    deadline.guard(4096, 1, 7, 3)
-    started = time.monotonic()
-    with pytest.raises(PeerTimeout) as caught:
-        deadline.synchronize()
-    assert 0.05 <= time.monotonic() - started < 5
-    assert caught.value.rank == 3 and records == [(7, 0, 3, 0, 1)]
-    assert writes == [(5, 2048, 1)] + 3 * [(5, 4096, 1)]
-
-
-def test_what_ends_in_time_raises_nothing(monkeypatch):
-    monkeypatch.setattr(stream_deadline.torch.cuda, "Stream", lambda priority: None)
-    event = SimpleNamespace(record=lambda: None, query=lambda: True)
-    monkeypatch.setattr(stream_deadline.torch.cuda, "Event", lambda: event)
-    stream_deadline.StreamDeadline(SimpleNamespace(check=lambda: None), 0.05).synchronize()

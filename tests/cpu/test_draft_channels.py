@@ -118,6 +118,9 @@ class HostChannel:
     def take(self, out: torch.Tensor) -> None:
         self.end.receive(out.view(torch.uint8).flatten())
 
+    def note_launch(self) -> None:
+        pass  # its waits have a deadline of their own
+
 
 class Hand:
     """One rank's place: `drafts` are those of `HandedDrafts` on channels of shared memory."""

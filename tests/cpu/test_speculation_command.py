@@ -6,9 +6,12 @@ import json
 import subprocess
 import sys
 
+import click
 import pytest
 
+from comm.device_signal import WAITS
 from engine.generate import command
+from engine.settings import DRAFT_WAITS
 from tests.cpu.tiny import make_model, save_model
 from tests.cpu.tiny_tokenizer import build_tiny_tokenizer
 
@@ -58,3 +61,14 @@ def test_the_options_reach_the_settings():
     settings = settings_of("--draft-model", "some/folder", "--draft-kv-memory", "2M")
     assert (settings.is_ngram, settings.draft_model, settings.num_drafts) == (False, "some/folder", None)
     assert settings.draft_kv_memory_bytes == 2 << 20
+    assert (settings.draft_placement, settings.draft_wait) == ("all", "kernel")
+    settings = settings_of("--draft-model", "some/folder", "--draft-placement", "first", "--draft-wait", "stream")
+    assert (settings.draft_placement, settings.draft_wait) == ("first", "stream")
+    assert settings_of("--draft-model", "some/folder", "--draft-placement", "split").draft_placement == "split"
+    assert DRAFT_WAITS == WAITS
+
+
+def test_other_values_are_refused_by_name():
+    for option, words in (("--draft-placement", "'all', 'first', 'split'"), ("--draft-wait", "'kernel', 'stream'")):
+        with pytest.raises(click.BadParameter, match=f"'half' is not one of {words}"):
+            settings_of("--draft-model", "some/folder", option, "half")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from engine.api import Engine
+from engine.drafts.loading import _depth
 from engine.drafts.speculation import DraftRow
 from engine.frontend import Frontend
 from engine.loading import draw_blueprint
+from engine.memory import page_bytes
 from engine.sampler import SamplerState
 from engine.sampling_params import SamplingParams
 from engine.settings import EngineSettings
@@ -76,6 +80,11 @@ def test_another_tokenizer_is_refused_by_name(tmp_path):
         ({"is_ngram": True, "num_drafts": 17}, "1 to 16"),
         ({"is_ngram": True, "num_drafts": 0}, "1 to 16"),
         ({"is_ngram": True, "draft_kv_memory_bytes": 9}, "--draft-kv-memory goes with"),
+        ({"is_ngram": True, "draft_placement": "split"}, "--draft-placement goes with --draft-model"),
+        ({"draft_model": "x", "draft_placement": "half"}, "--draft-placement must be all or first or split, not 'half'"),
+        ({"draft_model": "x", "draft_wait": "host"}, "--draft-wait must be kernel or stream, not 'host'"),
+        ({"draft_model": "x", "draft_wait": "stream"}, "--draft-wait goes with --draft-placement first"),
+        ({"draft_model": "x", "draft_placement": "split", "draft_wait": "stream"}, "--draft-wait goes with"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, words):
@@ -92,3 +101,57 @@ def test_a_draft_cache_that_holds_nothing_is_refused(tmp_path):
     folder = model_folder(tmp_path, 500)
     with pytest.raises(UsageError, match="--draft-kv-memory"):
         answer(folder, [request([1])], draft_model=str(folder), draft_kv_memory_bytes=100)
+
+
+DUMMY = {"load_format": "dummy", "draft_model": "qwen2.5-0.5b"}
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, 4, 14))
+def test_a_split_draft_model_has_a_shard_on_each_rank_and_a_whole_beside_graphs(size):
+    settings = EngineSettings("qwen2.5-72b", draft_placement="split", **DUMMY)
+    blueprints = [draw_blueprint(settings, World(rank=rank, size=size)) for rank in range(size)]
+    for rank, blueprint in enumerate(blueprints):
+        assert (blueprint.draft.plan.size, blueprint.draft.plan.local_q_heads) == (1, 14)
+        assert (blueprint.graph_draft.plan.size, blueprint.graph_draft.plan.rank) == (size, rank)
+        assert blueprint.graph_draft.config == blueprint.draft.config
+    heads = [head for blueprint in blueprints for head in blueprint.graph_draft.plan.q_heads if head is not None]
+    assert heads == list(range(14))
+    sizes = {page_bytes(one.graph_draft.config, one.graph_draft.plan, one.graph_draft.dtype, 16) for one in blueprints}
+    assert len(sizes) == 1, "of a page, on every rank alike"
+    for placement in ("all", "first"):
+        blueprint = draw_blueprint(replace(settings, draft_placement=placement), World(rank=size - 1, size=size))
+        assert blueprint.graph_draft == blueprint.draft
+
+
+def test_a_shard_alone_has_a_shard_of_the_draft_model():
+    settings = EngineSettings("qwen2.5-72b", draft_placement="split", shard_of=4, **DUMMY)
+    assert draw_blueprint(settings, World()).graph_draft.plan.local_q_heads < 14
+
+
+def test_too_many_ranks_for_a_split_draft_model_are_refused():
+    settings = EngineSettings("qwen2.5-72b", draft_placement="split", **DUMMY)
+    with pytest.raises(ModelError, match="--draft-placement split: 15 ranks are too many .* 14 query heads"):
+        draw_blueprint(settings, World(rank=3, size=15))
+    assert draw_blueprint(replace(settings, draft_placement="all"), World(rank=3, size=15)).graph_draft is not None
+
+
+def draft_cost(model: str, draft: str, placement: str, is_on_device: bool) -> float:
+    settings = EngineSettings(model, load_format="dummy", draft_model=draft, draft_placement=placement)
+    return _depth(draw_blueprint(settings, World(size=8)), is_on_device).cost
+
+
+def test_what_a_draft_costs_follows_from_where_it_is():
+    small, large = (
+        {place: draft_cost("qwen2.5-72b", draft, place, True) for place in ("all", "first", "split")}
+        for draft in ("qwen2.5-0.5b", "qwen2.5-7b")
+    )
+    assert small["all"] == small["first"] and large["split"] < large["all"] / 4, "a large one is read by all ranks together"
+    assert small["split"] > 0.5 * small["all"], "a small one takes its time however few bytes a rank reads"
+    assert draft_cost("qwen2.5-72b", "qwen2.5-7b", "split", False) == draft_cost("qwen2.5-72b", "qwen2.5-7b", "all", False)
+
+
+def test_without_graphs_a_split_draft_model_is_whole_on_the_first_rank(tmp_path):
+    folder = model_folder(tmp_path, 500)
+    plain = answer(folder, [request([1, 2, 3])], size=2)
+    drafted = answer(folder, [request([1, 2, 3])], size=2, draft_model=str(folder), draft_placement="split", num_drafts=3)
+    assert drafted.answers == plain.answers and drafted.drafts.acceptance == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from dataclasses import replace
 from functools import partial
 
@@ -95,7 +96,7 @@ class Mailbox:
     """A channel between two ranks that are threads."""
 
     def __init__(self):
-        self._messages = queue.Queue()
+        self._messages, self.num_taken, self.num_noted = queue.Queue(), 0, {}
 
     def put(self, payload):
         self._messages.put(payload.clone())
@@ -103,6 +104,11 @@ class Mailbox:
     def take(self, out):
         out.copy_(self._messages.get(timeout=60))
         assert out.shape[1] > 0
+        self.num_taken += 1
+
+    def note_launch(self):
+        """By either end; what each has taken by then."""
+        self.num_noted[threading.current_thread()] = self.num_taken
 
 
 @pytest.mark.parametrize("size", (2, 3))
@@ -120,7 +126,9 @@ def test_drafts_that_rank_0_hands_to_the_others(folder, size):
 
         run = run_with(folder, make_rows, make, size=size, max_batch=3)
         assert run.drafts.acceptance > 0.6
-        assert all(mailbox._messages.empty() for mailbox in mailboxes), "every step's drafts are taken"
+        for mailbox in mailboxes:
+            assert mailbox._messages.empty(), "every step's drafts are taken"
+            assert len(mailbox.num_noted) == 2 and max(mailbox.num_noted.values()) == mailbox.num_taken > 0, "by noted launches"
 
 
 @pytest.mark.parametrize("count", (1, 3, 16))

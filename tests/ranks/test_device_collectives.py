@@ -186,6 +186,47 @@ def check_norm_of_parts(rank: int, size: int, heap_kind: str = "ipc") -> None:
                 assert not wanted[1].isnan().any() and torch.equal(bits(sums), bits(before))
 
 
+def check_norms_of_two_models(rank: int, size: int, heap_kind: str = "ipc") -> None:
+    """Rows of two widths in turn, as those of a target and of a draft model split over the same ranks: other CTAs a row, the same
+    inbox and counters. Back to back in a replayed graph, with stragglers."""
+    from tests.ranks.device_world import device_world
+
+    shapes, mine = ((5, 8192), (10, 896), (1, 896), (1, 8192), (32, 896), (20, 8192)), random.Random(rank)
+    with device_world(rank, size, heap_kind=heap_kind) as world:
+        x, residual, normed = ([torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes] for _ in range(3))
+        weights = [torch.ones(hidden, dtype=torch.bfloat16, device="cuda") for _, hidden in shapes]
+        bases = [[part(peer, idx, rows * hidden, torch.bfloat16, True).view(rows, hidden) for peer in range(size)]
+                 for idx, (rows, hidden) in enumerate(shapes)]  # fmt: skip
+        mismatches = torch.zeros(1, dtype=torch.int64, device="cuda")
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+        def body() -> None:
+            for old in residual:
+                old.zero_()
+            for operands in zip(x, residual, weights, normed):
+                world.collectives.all_reduce_lamport_norm(*operands[:3], 1e-6, operands[3], is_next_early=True)
+
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            body()
+            torch.cuda.synchronize()
+            world.agree(None)
+            with torch.cuda.graph(graph, stream=stream):
+                body()
+            for replay in range(300):
+                for own, base in zip(x, bases):
+                    own.copy_(base[rank] + replay % 5)
+                if mine.random() < 0.1:
+                    torch.cuda._sleep(mine.randrange(10**6))
+                graph.replay()
+                for found, base, after in zip(residual, bases, normed):
+                    wanted = expected_sum([one + replay % 5 for one in base])
+                    scale = (wanted.float().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+                    mismatches += (found != wanted).sum() + ((after.float() - wanted.float() * scale).abs() > 0.05).sum()
+            torch.cuda.synchronize()
+        assert mismatches.item() == 0
+
+
 def check_deadline(rank: int, size: int) -> str:
     """Rank 0 calls, the others do not: its kernel must come back by itself, and the record name a peer."""
     from launch.errors import PeerTimeout
@@ -211,6 +252,7 @@ BODIES = {
     "graph replays": (check_graph,),
     "norm": (check_norm,),
     "norm of parts": (check_norm_of_parts,),
+    "norms of two models": (check_norms_of_two_models,),
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -193,6 +194,38 @@ def check_deadline(rank: int, size: int, kind: str, verb: str) -> str:
         return str(caught.value)
 
 
+def check_noted_launches(rank: int, size: int) -> str:
+    """Rank 1 launches takes of what comes, then of what nobody puts, and waits for neither: its thread ends these."""
+    from launch.errors import PeerTimeout
+
+    with open_ends(rank, size, limit_s=0.5) as ends:
+        there, _ = ends.channels["stream"]
+        x = torch.zeros(WORDS, dtype=torch.int64, device="cuda")
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            (there.put if rank == 0 else there.take)(x)
+        text = ""
+        with torch.cuda.stream(stream):
+            for _ in range(50):
+                graph.replay()
+                there.note_launch()
+            stream.synchronize()
+            time.sleep(3.0)  # twice the limit of the deadline
+            ends.watch.check()
+            ends.exchange(None)
+            if rank == 1:
+                for _ in range(3):
+                    graph.replay()
+                    there.note_launch()
+                stream.synchronize()  # has no end but the thread's
+                with pytest.raises(PeerTimeout) as caught:
+                    ends.watch.check()
+                text = str(caught.value)
+        ends.deadline.close()
+        ends.exchange(None)
+        return text
+
+
 def test_one_way_messages_arrive_whole_and_in_order():
     run_ranks(2, check_one_way, timeout_s=120)
 
@@ -203,6 +236,10 @@ def test_numbers_wrap_around():
 
 def test_graphs_of_any_length_replayed_among_eager_messages():
     run_ranks(2, check_replays, timeout_s=120)
+
+
+def test_a_thread_ends_the_waits_of_launches_that_nobody_waits_for():
+    assert "rank 0 did not arrive at signal_take" in run_ranks(2, check_noted_launches, timeout_s=120)[1]
 
 
 @pytest.mark.parametrize(

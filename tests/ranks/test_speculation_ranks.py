@@ -53,7 +53,7 @@ def answer(rank: int, size: int, folder: str, source: dict) -> list:
     return outcomes
 
 
-@pytest.mark.parametrize("source", ("ngram", "model", "handed"))
+@pytest.mark.parametrize("source", ("ngram", "model", "handed", "handed, stream waits", "split"))
 @pytest.mark.parametrize("size", (2, 4, 8))
 def test_tokens_are_those_of_eager_steps(size, source, tmp_path):
     from tests.cpu.tiny import make_model, save_model
@@ -64,6 +64,8 @@ def test_tokens_are_those_of_eager_steps(size, source, tmp_path):
         "ngram": {"is_ngram": True},
         "model": {"draft_model": str(folder)},
         "handed": {"draft_model": str(folder), "draft_placement": "first"},
+        "handed, stream waits": {"draft_model": str(folder), "draft_placement": "first", "draft_wait": "stream"},
+        "split": {"draft_model": str(folder), "draft_placement": "split"},
     }[source]
     ranks = run_ranks(size, answer, str(folder), settings, timeout_s=200)
     for case in zip(*ranks):
