@@ -17,6 +17,7 @@ from engine.graph.burst import (
     MAX_SPECULATIVE_STEPS,
     NUM_SPECULATIVE_BEHIND,
     NUM_STEPS_BEHIND,
+    NUM_STEPS_BEHIND_CHANGE,
     Burst,
 )
 from engine.leader import Leader
@@ -58,11 +59,13 @@ class BurstReader:
         """Read what has to be read before the next message, and say which way that goes."""
         burst, leader = self._replica.burst, self._leader
         while burst is not None and burst.num_unread and leader.is_any_open(burst.sequences):
-            if burst.num_unread <= (NUM_SPECULATIVE_BEHIND if burst.num_drafts else NUM_STEPS_BEHIND):
+            is_ending = burst.num_unread <= (NUM_SPECULATIVE_BEHIND if burst.num_drafts else NUM_STEPS_BEHIND)
+            if is_ending or burst.num_unread <= NUM_STEPS_BEHIND_CHANGE:
                 self._admit()
-                if not leader.has_change and self._num_steps_more(burst):
+                has_change = leader.has_change or not self._num_steps_more(burst)
+                if is_ending and not has_change:
                     return Way.ON
-                if leader.steps_ahead(burst) is not None and self._replica.can_go_ahead():
+                if has_change and leader.steps_ahead(burst) is not None and self._replica.can_go_ahead():
                     return Way.AHEAD
             self._read_step(burst)
         return Way.ANEW

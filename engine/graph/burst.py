@@ -23,6 +23,9 @@ from engine.sequence import Sequence
 MAX_BURST_STEPS = 8
 # Steps that still run when a burst is continued: time for the message and the launches of the next.
 NUM_STEPS_BEHIND = 2
+# The same where the rows change: a message with prompts in it, uploads, and a step and a burst to launch take several ms, which
+# are several steps of a small model. A row that comes meanwhile waits for these steps in any case.
+NUM_STEPS_BEHIND_CHANGE = 4
 # The same of steps with drafts, which take longer, and of which it is not known how many a row still needs.
 MAX_SPECULATIVE_STEPS, NUM_SPECULATIVE_BEHIND = 2, 1
 
