@@ -70,6 +70,7 @@ class Leader:
         self._burst_tokens: dict[int, list[int]] = {}
         self._steps_read = 0
         self._bound: set[int] = set()  # rows whose tokens only rank 0 can choose
+        self._past: set[int] = set()  # rows of which a token has been chosen
         self._leaving: set[int] = set()  # rows that the schedule has lost, and whose last tokens are still to be read
         self._next_id = 0
 
@@ -153,9 +154,8 @@ class Leader:
         `running`: rows that are past their prompt though nothing of them has been read."""
         if self.speculation is not None and self.speculation.drafter is not None:
             return 0
-        seq_ids = {sequence.seq_id for sequence in running}
-        past = (sample for seq_id, sample in self.samples.items() if sample.token_ids or seq_id in seq_ids)
-        num_tokens = min(map(self._tokens_alone, past), default=0)
+        past = self._past | {sequence.seq_id for sequence in running if sequence.seq_id in self.samples}
+        num_tokens = min((self._tokens_alone(self.samples[seq_id]) for seq_id in past), default=0)
         return num_tokens if num_drafts == 0 else math.ceil(num_tokens / self.speculation.expected_tokens(num_drafts))
 
     def _tokens_alone(self, current: Sample) -> int:
@@ -219,6 +219,7 @@ class Leader:
     def _take_burst(self, current: Sample, token_ids: list[int]) -> int:
         """Returns how many tokens were taken: all, or those up to the row's end."""
         seq_id = current.sequence.seq_id
+        self._past.add(seq_id)
         for num_taken, token_id in enumerate(token_ids, 1):
             completion = current.fail(NOT_A_NUMBER) if token_id == NO_TOKEN else current.accept(token_id, self.max_tokens_total)
             if completion is not None:
@@ -260,6 +261,7 @@ class Leader:
         self._burst_tokens.clear()
         self._leaving.clear()
         self._bound.clear()
+        self._past.clear()
         if self.speculation is not None:
             self.speculation.drop_all()
 
@@ -283,6 +285,7 @@ class Leader:
         if params.logprobs is not None:
             current.logprobs.append(self._logprob(trial.next_logits, token_id, params.logprobs))
         trial.token_ids.append(token_id)
+        self._past.add(current.sequence.seq_id)
         completion = current.accept(token_id, self.max_tokens_total)
         if completion is not None:
             self._finish(current, completion)
@@ -302,6 +305,7 @@ class Leader:
         else:
             self._message.finished.append(seq_id)
         self._bound.discard(seq_id)
+        self._past.discard(seq_id)
         del self.samples[seq_id]
         if self.speculation is not None:
             self.speculation.drop(seq_id)

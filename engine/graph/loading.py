@@ -102,7 +102,8 @@ def open_graphs(
     graph_tokens = settings.graph_tokens
     if graph_tokens is None:
         layer = step.weights.layers[0]
-        graph_tokens = tokens_worth_a_graph(sum(part.shape.numel() for part in (layer.qkv, layer.o, layer.gate_up, layer.down)))
+        num_elems = sum(part.shape.numel() for part in (layer.qkv, layer.o, layer.gate_up, layer.down))
+        graph_tokens = tokens_worth_a_graph(num_elems, settings.dtype == "fp8" and settings.fp8_products == "scaled")
     # In a graph no rank can wait for the others before it adds the sums of many rows, as ranks that share a GPU have to.
     prefill = GraphPrefill(operators, limits, graph_tokens, stock_up, FUSED_ROWS if ranks_per_gpu > 1 else None)
     return GraphStep(operators, state, limits.max_batch, profiler, drafter), prefill

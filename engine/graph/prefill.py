@@ -3,7 +3,9 @@
 A step of up to some hundred new tokens is bound by launches, so it is padded to a shape (`StepShape`) and replayed from a graph:
 a prompt alone, or prompts together, beside rows that decode or not. Longer steps, and those with a chunk behind cached tokens,
 are launched one by one, and nothing waits. A shape is captured when its second step comes, which is computed on the way:
-neither the start nor a first token waits for graphs that nobody may need.
+neither the start nor a first token waits for graphs that nobody may need. Where a shape that is captured already is little
+larger, a step is padded to that one, and its own is captured only if many come: a capture makes all rows that decode wait for as
+long as dozens of such steps.
 
 Padding is a row of its own behind the prompts, or rows that are not there: no real token sees it, and it has no slot, so nothing
 of it is written.
@@ -12,6 +14,7 @@ of it is written.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,9 +39,12 @@ MAX_SQUARE_TOKENS = 512  # where attention of packed rows takes a square of them
 # To launch a layer of such a step takes the host so long, and the device reaches this rate meanwhile (7B, prompts of 512 and 2048
 # tokens): steps that are shorter than their launches gain by a graph, longer ones only lose by padding.
 LAYER_LAUNCHES_S, PREFILL_FLOP_S = 0.38e-3, 650e12
+FP8_SPEED = 2.0  # of products of FP8 with FP8, at least; with as many launches, so that longer steps gain
 # Rows that decode beside them. Few, for there is a graph of each with each bucket, and such a row costs little.
 SINGLE_BUCKETS = (4, 16, 64, 256)
 TOKENS_A_PROMPT, LEAST_PROMPTS = 16, 4  # prompts that a bucket has room for: one in so many tokens, and a few at the least
+# A captured shape of up to so many times the tokens stands in for one that is not captured, for as many steps.
+MOST_STRETCH, MANY_STEPS = 1.5, 32
 
 
 def buckets_up_to(num_tokens: int) -> tuple[int, ...]:
@@ -46,9 +52,10 @@ def buckets_up_to(num_tokens: int) -> tuple[int, ...]:
     return tuple(bucket for idx, bucket in enumerate(BUCKETS) if num_tokens > (BUCKETS[idx - 1] if idx else 0))
 
 
-def tokens_worth_a_graph(layer_elems: int) -> int:
-    """The most new tokens of a step that a graph makes faster. `layer_elems`: of a layer's matrices, on this rank."""
-    border = LAYER_LAUNCHES_S * PREFILL_FLOP_S / (2 * layer_elems)
+def tokens_worth_a_graph(layer_elems: int, is_fp8: bool = False) -> int:
+    """The most new tokens of a step that a graph makes faster. `layer_elems`: of a layer's matrices, on this rank; `is_fp8`:
+    which are multiplied as FP8."""
+    border = LAYER_LAUNCHES_S * PREFILL_FLOP_S * (FP8_SPEED if is_fp8 else 1.0) / (2 * layer_elems)
     return max((bucket for bucket in BUCKETS if bucket <= border), default=0)
 
 
@@ -64,6 +71,11 @@ class StepShape:
     @property
     def num_logits(self) -> int:
         return self.num_single + self.num_prompts
+
+    def holds(self, other: StepShape) -> bool:
+        """Whether steps of `other` can be padded to this one."""
+        is_wide = self.num_single >= other.num_single and self.num_prompts >= other.num_prompts
+        return is_wide and self.num_tokens >= other.num_tokens
 
 
 class PrefillStep:
@@ -151,7 +163,8 @@ class _BucketedPrefill(PrefillStep, ABC):
     def run(self, batch: StepBatch, marks: Marks = NO_MARKS) -> torch.Tensor:
         # A step that is told its stages is launched one by one: a graph is captured without them.
         shape = self._shape_of(batch) if marks is NO_MARKS else None
-        if shape is None or not self._is_due(shape):
+        shape = None if shape is None else self._padded_to(shape)
+        if shape is None:
             return super().run(batch, marks)
         if shape.num_prompts == 1:
             self._lay_out_one(batch, shape)
@@ -217,9 +230,9 @@ class _BucketedPrefill(PrefillStep, ABC):
             return Chunk(0, num_tokens, num_tokens)
         return PackedRows(0, num_tokens, self._whole_starts[num_tokens], num_tokens, (num_tokens,), window)
 
-    def _is_due(self, shape: StepShape) -> bool:
-        """Whether a step of the shape, which has come, is to be padded to it."""
-        return True
+    def _padded_to(self, shape: StepShape) -> StepShape | None:
+        """What a step of the shape, which has come, is to be padded to; None to launch it as it is."""
+        return shape
 
     @abstractmethod
     def _run(self, shape: StepShape) -> torch.Tensor:
@@ -251,7 +264,7 @@ class GraphPrefill(_BucketedPrefill):
     ):  # fmt: skip
         super().__init__(operators, limits, graph_tokens)
         self._stock_up, self._most_rows = stock_up, most_rows
-        self._asked_for: set[StepShape] = set()
+        self._num_asked: Counter[StepShape] = Counter()
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         if self._buckets:
@@ -263,10 +276,15 @@ class GraphPrefill(_BucketedPrefill):
         is_large = shape is not None and self._most_rows is not None and shape.num_single + shape.num_tokens > self._most_rows
         return None if is_large else shape
 
-    def _is_due(self, shape: StepShape) -> bool:
-        is_due = shape in self._asked_for
-        self._asked_for.add(shape)
-        return is_due
+    def _padded_to(self, shape: StepShape) -> StepShape | None:
+        if shape in self._graphs:
+            return shape
+        self._num_asked[shape] += 1
+        most = MOST_STRETCH * (shape.num_single + shape.num_tokens)
+        stand_ins = [made for made in self._graphs if made.holds(shape) and made.num_single + made.num_tokens <= most]
+        if stand_ins and self._num_asked[shape] <= MANY_STEPS:
+            return min(stand_ins, key=lambda made: (made.num_single + made.num_tokens, made.num_prompts))
+        return shape if self._num_asked[shape] > 1 else None
 
     def _run(self, shape: StepShape) -> torch.Tensor:
         if shape not in self._graphs:

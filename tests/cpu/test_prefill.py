@@ -10,7 +10,7 @@ import torch
 
 from comm.single import SingleCommunicator
 from engine.graph.operators import TorchOperators
-from engine.graph.prefill import BUCKETS, GraphPrefill, StepShape, TwinPrefill, buckets_up_to, tokens_worth_a_graph
+from engine.graph.prefill import BUCKETS, MANY_STEPS, GraphPrefill, StepShape, TwinPrefill, buckets_up_to, tokens_worth_a_graph
 from engine.replica import build_batch
 from engine.scheduler import Limits, ScheduledRow
 from engine.sequence import Sequence
@@ -73,6 +73,7 @@ def test_which_prompts_take_which_bucket(folders):
 def test_steps_that_launches_bind_are_worth_a_graph():
     """A layer's elements of 0.5B, 7B, 72B at TP=2, and a model so wide that none is."""
     assert [tokens_worth_a_graph(int(elems)) for elems in (14.9e6, 233e6, 439e6, 1e11)] == [2048, 512, 256, 0]
+    assert tokens_worth_a_graph(int(439e6), is_fp8=True) == 512
 
 
 def test_rows_that_decode_take_few_shapes(folders):
@@ -103,6 +104,38 @@ def test_chunks_and_mixed_steps(folders, family, size):
     for settings in ({}, {"max_step_tokens": 7}, {"max_batch": 3, "max_step_tokens": 33}):
         run = answer(folders[family], rows(), size, bursts=prefill_for(512), **settings)
         assert run.answers == plain.answers, settings
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_larger_shape_stands_in(folders, family):
+    """Every step is padded to the largest shape there is, a prompt alone to one of several."""
+
+    def prefill(replica):
+        backend = prefill_for(512)(replica)
+        replica.backend._padded_to = lambda shape: StepShape(shape.num_single, 256, 16)
+        return backend
+
+    rows = lambda: [request(text, idx, max_tokens=4 + idx) for idx, text in enumerate(prompts(6, longest=60))]  # noqa: E731
+    for settings in ({}, {"max_batch": 1}, {"max_batch": 3}):
+        run = answer(folders[family], rows(), bursts=prefill, max_step_tokens=200, **settings)
+        assert run.answers == answer(folders[family], rows(), **settings).answers, settings
+
+
+def test_a_captured_shape_stands_in_for_a_smaller_one_until_many_come(folders, monkeypatch):
+    step = make_step(folders["qwen2"], SingleCommunicator())
+    operators = TorchOperators(step.config, step.plan, step.weights, step.comm, step.kv, 131)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    backend = GraphPrefill(operators, Limits(8, 512, 1024), 512)
+    asked = StepShape(4, 256, 16)
+    assert [backend._padded_to(asked) for _ in range(3)] == [None, asked, asked], "the second is captured"
+    backend._graphs = dict.fromkeys((StepShape(4, 512, 32), StepShape(0, 384, 24), StepShape(16, 384, 24), asked))
+    assert backend._padded_to(asked) == asked
+    small, alone = StepShape(0, 256, 16), StepShape(0, 384, 1)
+    found = [backend._padded_to(small) for _ in range(MANY_STEPS + 1)]
+    assert found == [asked] * MANY_STEPS + [small], "the smallest that holds it, until a capture is worth while"
+    assert backend._padded_to(alone) == StepShape(0, 384, 24), "a prompt alone among those that could be several"
+    assert backend._padded_to(StepShape(64, 256, 16)) is None and backend._padded_to(StepShape(4, 128, 8)) is None
 
 
 def test_prompt_logprobs_and_reused_prefixes(folders):
