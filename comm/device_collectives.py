@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 
-from comm.device_params import LamportParams, NormParams, OneShotParams, Pointers, SentinelParams, TwoShotParams
+from comm.device_params import (
+    LamportParams,
+    NormParams,
+    OneShotParams,
+    Pointers,
+    SentinelParams,
+    TwoShotNormParams,
+    TwoShotParams,
+)
 from comm.device_vocabulary import vocabulary_regions
 from comm.device_watch import DeviceWatch
 from comm.draft_channels import draft_regions
@@ -32,6 +40,7 @@ WARP, MAX_THREADS = 32, 512
 NORM_ROWS, NORM_CTAS, NORM_THREADS = 32, 8, 256  # rows a call, most CTAs a row, threads a CTA
 NORM_UNITS, NORM_PACKETS = 4, 1024  # most units a thread, packets a CTA
 ONE_SHOT_CTAS, TWO_SHOT_CTAS = 32, 128
+ROWS_CTAS, ROWS_THREADS, ROWS_VECTORS = 256, 512, 2  # of the norm of many rows: at most so many vectors a thread
 ONE_SHOT_THREADS, TWO_SHOT_THREADS = 512, 512
 # Where ranks share a GPU, the kernels of all of them and those launched early behind them take no more of it than this, so that
 # each has a place however many registers it uses.
@@ -39,15 +48,17 @@ SHARED_THREADS_PER_SM = 512
 # A CTA counts as a whole SM's: there are then SMs on which none of the others' waits. A product that fills an SM's memory finds
 # no place beside the smallest of them, and a rank that still has to multiply would be waited for by those that keep it from it.
 MIN_SHARED_THREADS = SHARED_THREADS_PER_SM
-EPOCH_BANKS, EPOCH_WORDS = 6, 256  # counters of each kind of call, one a CTA
+EPOCH_BANKS, EPOCH_WORDS = 7, 256  # counters of each kind of call, one a CTA
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Largest messages, in bytes: of one one-shot call and of one two-shot call; longer ones go in several calls."""
+    """Largest messages, in bytes: of one one-shot call and of one two-shot call; longer ones go in several calls. `rows_bytes`:
+    of the rows that are summed and normed in two shots, no more than one call's."""
 
     one_shot_bytes: int = 1 << 20
     two_shot_bytes: int = 64 << 20
+    rows_bytes: int = 64 << 20
 
     def two_shot_cta_vectors(self, size: int) -> int:
         """16-byte vectors that one CTA holds of one rank's share, in whole rounds of its threads."""
@@ -66,6 +77,9 @@ def layout_for(size: int, capacity: Capacity = Capacity()) -> Layout:
             Region("one_shot_flags", ONE_SHOT_CTAS * size * 4),
             Region("two_shot_parts", 2 * TWO_SHOT_CTAS * size * capacity.two_shot_cta_vectors(size) * 16),
             Region("two_shot_flags", 2 * TWO_SHOT_CTAS * size * 4),
+            Region("rows_summands", capacity.rows_bytes),
+            Region("rows_normed", capacity.rows_bytes),
+            Region("rows_flags", 2 * ROWS_CTAS * size * 4),
             Region("epochs", EPOCH_BANKS * EPOCH_WORDS * 4),
         ],
         vocabulary_regions(size),
@@ -210,6 +224,41 @@ class DeviceCollectives:
             ctas = min(most, -(-vectors // (self.size * TWO_SHOT_THREADS)))
             self._launch("all_reduce_two_shot", x.dtype, ctas, TWO_SHOT_THREADS, params)
         return out
+
+    def summands(self, rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Where this rank puts what `all_reduce_two_shot_norm` is to sum: `[rows, hidden]` in the heap, the same memory each
+        time. None where the rows are too many or too wide."""
+        row_bytes = hidden * dtype.itemsize
+        if rows * row_bytes > self.capacity.rows_bytes or row_bytes % 16 or row_bytes > 16 * ROWS_VECTORS * ROWS_THREADS:
+            return None
+        return self.heap.own_tensor("rows_summands", (rows, hidden), dtype)
+
+    def all_reduce_two_shot_norm(
+        self, summands: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """As `all_reduce_lamport_norm`, for many rows: `summands` is what the method of that name gave, filled. The `residual` of
+        a row is brought up to date on one rank alone: rank r has rows r * share to (r + 1) * share, where share is rows / size,
+        rounded up.
+
+        Returns the normed rows, all of them, in the heap: good until the next call.
+        """
+        rows, hidden = residual.shape
+        normed = self.heap.own_tensor("rows_normed", (rows, hidden), residual.dtype)
+        _check(summands, residual, normed, weight)
+        if summands.data_ptr() != self.heap.address(self.rank, "rows_summands") or summands.shape != residual.shape:
+            raise ValueError(f"the sum of many rows takes what `summands` gives, [{rows}, {hidden}] in the heap")
+        if weight.shape != (hidden,) or not _is_aligned(16, residual, weight):
+            raise ValueError(f"the norm of many rows takes weight [{hidden}], and tensors aligned to 16 bytes")
+        vectors = hidden * residual.element_size() // 16
+        threads = min(ROWS_THREADS, -(-vectors // WARP) * WARP)
+        params = TwoShotNormParams(
+            self._addresses("rows_summands"), self._addresses("rows_normed"), self._addresses("rows_flags"),
+            residual.data_ptr(), weight.data_ptr(), self._epochs(6), self.watch.params, rows, vectors, self.rank, self.size,
+            ROWS_CTAS, eps,
+        )  # fmt: skip
+        ctas = self._most(min(ROWS_CTAS, -(-rows // self.size)), threads)
+        self._launch("all_reduce_two_shot_norm", residual.dtype, ctas, threads, params)
+        return normed
 
     def _lamport_params(
         self, inbox: str, bank: int, x: torch.Tensor, out: torch.Tensor, max_ctas: int, packets: int

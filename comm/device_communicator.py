@@ -80,6 +80,10 @@ class DeviceCommunicator(ControlledCommunicator):
         getattr(self.collectives, algorithm)(x)
         return x
 
+    def summands(self, rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """As `DeviceCollectives.summands`; None as well where one algorithm is asked for."""
+        return None if self._algorithm is not None else self.collectives.summands(rows, hidden, dtype)
+
     def meet(self, is_idle: bool = False) -> None:
         if self.is_one_rank_per_gpu or torch.cuda.is_current_stream_capturing():
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from comm.device_collectives import ELEMS, SOURCES
-from comm.device_params import LamportParams, NormParams, OneShotParams, SentinelParams, TwoShotParams
+from comm.device_params import LamportParams, NormParams, OneShotParams, SentinelParams, TwoShotNormParams, TwoShotParams
 from comm.device_signal import MoveParams, RelayParams
 from comm.device_vocabulary import ArgmaxParams, DrawParams, GatherParams
 from comm.link_echo import EchoParams
@@ -18,6 +18,7 @@ ENTRY_POINTS = {
     "all_reduce_sentinel": {"all_reduce_sentinel": SentinelParams},
     "all_reduce_one_shot": {"all_reduce_one_shot": OneShotParams},
     "all_reduce_two_shot": {"all_reduce_two_shot": TwoShotParams},
+    "all_reduce_two_shot_norm": {"all_reduce_two_shot_norm": TwoShotNormParams},
     "argmax_lamport": {"argmax_lamport": ArgmaxParams, "draw_lamport": DrawParams},
     "gather_lamport": {"gather_lamport": GatherParams},
 }

@@ -54,3 +54,11 @@ class TwoShotParams(ctypes.Structure):
         ("size", ctypes.c_uint32), ("max_ctas", ctypes.c_uint32), ("cta_vectors", ctypes.c_uint32),
         ("is_aligned", ctypes.c_uint32),
     ]  # fmt: skip
+
+
+class TwoShotNormParams(ctypes.Structure):
+    _fields_ = [
+        ("x", Pointers), ("normed", Pointers), ("flags", Pointers), ("residual", ctypes.c_uint64), ("weight", ctypes.c_uint64),
+        ("epochs", ctypes.c_uint64), ("watch", WatchParams), ("rows", ctypes.c_uint32), ("vectors", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32), ("size", ctypes.c_uint32), ("max_ctas", ctypes.c_uint32), ("eps", ctypes.c_float),
+    ]  # fmt: skip

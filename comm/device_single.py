@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from comm.device_collectives import Capacity, DeviceCollectives, layout_for
 from comm.device_kernels import load_collectives
 from comm.device_vocabulary import DeviceVocabulary
@@ -10,7 +12,7 @@ from comm.heap_ipc import IpcHeap
 from kernels.build import Build
 
 _DEADLINE_S = 30.0  # there is no peer to wait for, only other CTAs
-_CAPACITY = Capacity(one_shot_bytes=1 << 20, two_shot_bytes=1 << 20)
+_CAPACITY = Capacity(one_shot_bytes=1 << 20, two_shot_bytes=1 << 20, rows_bytes=1 << 10)
 
 
 class DeviceSingle:
@@ -29,6 +31,10 @@ class DeviceSingle:
         self._heap = IpcHeap(0, 1, device, layout_for(1, _CAPACITY), lambda value: [value])
         self.collectives = DeviceCollectives(self._heap, self._watch, kernels, _CAPACITY, ranks_per_gpu=ranks_per_gpu)
         self.vocabulary = DeviceVocabulary(self._heap, self._watch, kernels, ranks_per_gpu=ranks_per_gpu)
+
+    def summands(self, rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """None: there is nothing to sum."""
+        return None
 
     def check(self) -> None:
         """*Raises* `PeerTimeout` if a kernel gave up."""

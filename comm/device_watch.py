@@ -19,6 +19,8 @@ SITES = {
     10: "draw_lamport",
     11: "gather_lamport",
     12: "link_echo",
+    13: "all_reduce_two_shot_norm, begin",
+    14: "all_reduce_two_shot_norm, end",
 }
 
 

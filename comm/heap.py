@@ -75,6 +75,13 @@ class SymmetricHeap(ABC):
         """Drop this rank's claim. Idempotent, waits for nobody; memory lives on while any tensor of it does."""
 
 
+class _Bytes:
+    """GPU memory offered to torch."""
+
+    def __init__(self, address: int, num_bytes: int):
+        self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
 class DeviceHeap(ABC):
     """A symmetric heap in GPU memory: kernels get addresses, the host reads nothing. Zeroed when new."""
 
@@ -86,6 +93,14 @@ class DeviceHeap(ABC):
     @abstractmethod
     def address(self, peer: int, name: str) -> int:
         """Where this rank finds region `name` of rank `peer`. Differs between ranks; never to be sent to another."""
+
+    def own_tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The beginning of this rank's own region `name`, as a tensor on the current GPU. Not to be used after `close`."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        span = self.layout.span(name)
+        if num_bytes > span.stop - span.start:
+            raise ValueError(f"the heap region {name} has {span.stop - span.start} bytes, not {num_bytes}")
+        return torch.as_tensor(_Bytes(self.address(self.rank, name), num_bytes), device="cuda").view(dtype).view(shape)
 
     @abstractmethod
     def close(self) -> None:

@@ -36,8 +36,6 @@ class EngineSettings:
     by a graph, where there are any; 0 for none, None for as many as are worth one. `fp8_products`: how more than a few rows are
     multiplied by FP8 matrices on a GPU: `scaled`, by FP8 activations, or `widened`, by the matrix written out in bf16
     (`kernels/fp8_linear.py`).
-    `overlap_tokens`: steps of at least so many tokens sum one half over the ranks while the other is multiplied, where each
-    rank has a GPU of its own; 0 for none, until it has been measured.
     """
 
     model: str
@@ -66,4 +64,3 @@ class EngineSettings:
     is_profiled: bool = False
     graph_tokens: int | None = None
     fp8_products: str = "scaled"
-    overlap_tokens: int = 0

@@ -47,8 +47,11 @@ class ScaledLinear:
             return False
         return not (weight.shape[0] % ALIGNMENT or weight.shape[1] % ALIGNMENT)
 
-    def linear(self, x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """As `scaled_linear`. `x` bf16, contiguous. *Numbers*: the twin's but for the order of the sums, and for `is_fast`."""
+    def linear(
+        self, x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As `scaled_linear`. `x` bf16, contiguous. `out`: where the result goes, None for a new tensor. *Numbers*: the twin's
+        but for the order of the sums, and for `is_fast`."""
         data = torch.empty(x.shape, dtype=FP8, device=x.device)
         scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
         launch_quantize_rows(self._kernel, x, data, scale)
@@ -60,6 +63,7 @@ class ScaledLinear:
             bias=bias,
             out_dtype=x.dtype,
             use_fast_accum=self._is_fast,
+            **({} if out is None else {"out": out}),
         )
 
 

@@ -22,6 +22,7 @@ from comm.device_watch import DeviceWatch
 from comm.heap_ipc import IpcHeap
 from engine.bench.gpu_world import GpuWorld
 from engine.bench.records import Record, commit
+from kernels.add_norm import launch_add_norm, load_add_norm
 from kernels.build import Build, default_cache_folder
 from launch.environment import Environment
 
@@ -31,7 +32,7 @@ EMPTY_KERNEL_US = 0.51  # an empty kernel in a graph, as measured
 SIZES = (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20, 8 << 20, 16 << 20, 64 << 20)
 LAMPORT_LIMIT, ONE_SHOT_LIMIT = 256 << 10, 1 << 20
 SENTINEL_RANGE = (16 << 10, 4 << 20)
-NORM_ROWS = (1, 4, 8, 16, 32)
+NORM_ROWS, MANY_ROWS = (1, 4, 8, 16, 32), (128, 512, 1024, 2048)
 HIDDEN = 8192
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # FlashInfer 0.6.14, trtllm one-shot with programmatic launch, bf16, on two H200 of the same kind: by bytes; fused, by rows.
@@ -122,26 +123,62 @@ class Bench:
 
     def norm(self, rows: int, dtype: str) -> None:
         kind = DTYPES[dtype]
-        x, total = self._operands((rows, HIDDEN), kind)
-        generator = torch.Generator("cuda").manual_seed(6)
-        residual = torch.randn(rows, HIDDEN, generator=generator, device="cuda").to(kind)
-        weight = torch.randn(HIDDEN, generator=generator, device="cuda").to(kind)
-        fresh = (total.float() + residual.float()).to(kind)
-        scale = torch.rsqrt(fresh.float().pow(2).mean(-1, keepdim=True) + 1e-6)
-        wanted = ((fresh.float() * scale).to(kind).float() * weight.float()).to(kind)
-        normed, updated = torch.full_like(x, float("nan")), residual.clone()
+        x, updated, weight, fresh, wanted = self._norm_operands(rows, kind)
+        normed = torch.full_like(x, float("nan"))
         self.collectives.all_reduce_lamport_norm(x, updated, weight, 1e-6, normed)
-        torch.cuda.synchronize()
-        self.timer.watch.check()
-        # The mean of squares is added in another order: a normed value may round to its neighbour, twice.
-        if not torch.equal(updated, fresh) or not torch.allclose(normed.float(), wanted.float(), rtol=4 * torch.finfo(kind).eps):
-            self.fail(f"the fused norm of {rows} rows of {dtype}")
+        self._check_norm(updated, fresh, normed, wanted, f"the fused norm of {rows} rows of {dtype}")
         us = self.timer.us_per_call(lambda: self.collectives.all_reduce_lamport_norm(x, updated, weight, 1e-6, normed))
         peer: dict[str, object] = {}
         if self.nccl is not None and dtype == "bf16" and rows in FLASHINFER_NORM_US:
             peer = {"name": "FlashInfer 0.6.14 trtllm one-shot, pdl", "all_reduce_us": FLASHINFER_NORM_US[rows]}
         self.note("all_reduce_lamport_norm", rows * HIDDEN * kind.itemsize, dtype, us, peer, rows=rows)
         self.gpus.say(f"{dtype} norm {rows:3d} rows {us:6.2f}")
+
+    def norm_of_many(self, rows: int, dtype: str) -> None:
+        """The peer is NCCL's sum, and a kernel for residual and norm behind it."""
+        kind, (world, collectives) = DTYPES[dtype], (self.gpus.world, self.collectives)
+        summands = collectives.summands(rows, HIDDEN, kind)
+        if summands is None:
+            return
+        x, updated, weight, fresh, wanted = self._norm_operands(rows, kind)
+        other, out = updated.clone(), torch.empty_like(x)
+        summands.copy_(x)
+        normed = collectives.all_reduce_two_shot_norm(summands, updated, weight, 1e-6)
+        share = -(-rows // world.size)
+        own = slice(world.rank * share, (world.rank + 1) * share)
+        self._check_norm(updated[own], fresh[own], normed, wanted, f"the norm of {rows} rows of {dtype}")
+        us = self.timer.us_per_call(lambda: collectives.all_reduce_two_shot_norm(summands, updated, weight, 1e-6))
+        peer: dict[str, object] = {}
+        if self.nccl is not None:
+            kernel = load_add_norm(Build(default_cache_folder()), kind)
+
+            def apart() -> None:
+                dist.all_reduce(x, group=self.nccl)
+                launch_add_norm(kernel, x, other, weight, 1e-6, out)
+
+            peer = {"name": "nccl in a graph, then residual and norm", "all_reduce_us": round(self.timer.us_per_call(apart), 4)}
+        self.note("all_reduce_two_shot_norm", rows * HIDDEN * kind.itemsize, dtype, us, peer, rows=rows)
+        self.gpus.say(f"{dtype} norm {rows:4d} rows {us:6.2f}  nccl and norm {peer.get('all_reduce_us', '')}")
+
+    def _norm_operands(self, rows: int, kind: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """This rank's part, residual, weight; the residual and its norm as they are to be afterwards."""
+        x, total = self._operands((rows, HIDDEN), kind)
+        generator = torch.Generator("cuda").manual_seed(6)
+        residual = torch.randn(rows, HIDDEN, generator=generator, device="cuda").to(kind)
+        weight = torch.randn(HIDDEN, generator=generator, device="cuda").to(kind)
+        fresh = (total.float() + residual.float()).to(kind)
+        scale = torch.rsqrt(fresh.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+        return x, residual, weight, fresh, ((fresh.float() * scale).to(kind).float() * weight.float()).to(kind)
+
+    def _check_norm(
+        self, updated: torch.Tensor, fresh: torch.Tensor, normed: torch.Tensor, wanted: torch.Tensor, what: str
+    ) -> None:
+        torch.cuda.synchronize()
+        self.timer.watch.check()
+        # The mean of squares is added in another order: a normed value may round to its neighbour, twice.
+        is_near = torch.allclose(normed.float(), wanted.float(), rtol=4 * torch.finfo(wanted.dtype).eps)
+        if not torch.equal(updated, fresh) or not is_near:
+            self.fail(what)
 
     def _operands(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part, and the sum of all."""
@@ -192,6 +229,8 @@ def main(repeats: int, threads: str, pdl: bool, min_bytes: int, max_bytes: int, 
                 bench.plain(num_bytes, dtype, list(map(int, threads.split(","))))
         for rows in NORM_ROWS:
             bench.norm(rows, dtype)
+        for rows in MANY_ROWS:
+            bench.norm_of_many(rows, dtype)
     torch.cuda.synchronize()
     heap.close()
     group.close()

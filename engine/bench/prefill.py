@@ -49,7 +49,7 @@ VLLM_TTFT_MS = {
     ("qwen2.5-72b", 2, "bf16", 1): {128: 65.9, 512: 94.3, 2048: 251.9},
     ("qwen2.5-72b", 2, "fp8", 1): {128: 100.1, 512: 102.7, 2048: 153.0},
 }
-DEFAULT_WAYS = {name: getattr(EngineSettings(""), name) for name in ("graph_tokens", "fp8_products", "overlap_tokens")}
+DEFAULT_WAYS = {name: getattr(EngineSettings(""), name) for name in ("graph_tokens", "fp8_products")}
 WARM_UPS = 2  # the first call of a shape chooses its library kernels, the second captures its graph
 SYNC_TOKENS = 128  # a row, behind the first: what a request is taken to be where its host syncs are counted
 
@@ -142,19 +142,17 @@ def describe(record: Record) -> list[str]:
               help="The longest prompt that takes a graph; 0 for none; as the engine chooses if not given.")
 @click.option("--fp8-products", type=click.Choice(WAYS), default="scaled", show_default=True,
               help="How many rows meet FP8 matrices.")
-@click.option("--overlap-tokens", type=click.IntRange(0), default=0, show_default=True,
-              help="Sum halves of steps of so many tokens while the others are multiplied; 0 for never.")
 @click.option("--repeats", type=click.IntRange(1), default=21, show_default=True)
 def main(
     model: str, dtype: str, shard_of: int | None, eager: bool, device: str, record: Path | None, batch: int, prompt: int,
-    graph_tokens: int | None, fp8_products: str, overlap_tokens: int, repeats: int,
+    graph_tokens: int | None, fp8_products: str, repeats: int,
 ) -> None:  # fmt: skip
     """Time the first tokens of one case on all ranks of this world."""
     refuse_cpu_record(record, device)
     commit()
     environment = Environment.read()
     case = Case.here(model, device, dtype, batch, prompt, 1, shard_of)
-    ways = {"graph_tokens": graph_tokens, "fp8_products": fp8_products, "overlap_tokens": overlap_tokens}
+    ways = {"graph_tokens": graph_tokens, "fp8_products": fp8_products}
     sizes = {"max_model_len": prompt + 1 + SYNC_TOKENS, **ways}
     with errors_in_one_line(), open_engine(case, model, device, shard_of, eager, **sizes) as engine:
         timing = time_prefill(engine, case, repeats)

@@ -15,7 +15,6 @@ from engine.eager import EagerStep
 from engine.graph.chosen_attention import ChosenAttention, open_attention
 from engine.graph.chunk_tokens import ChunkTokens
 from engine.graph.operators import TorchOperators
-from engine.graph.overlapped_sums import OverlappedSums
 from engine.graph.row_state import DeviceRows
 from engine.weights import LayerWeights
 from kernels.accept_drafts import launch_accept_drafts, load_accept_drafts
@@ -64,7 +63,7 @@ class ChainedRows:
 class CudaOperators(TorchOperators):
     """`peers` holds the collectives; `attention` is None for shapes that its kernel does not take. `scaled`: for many rows by
     an FP8 matrix; None widens the matrix. A product of few rows is fp32 parts `[num_parts, rows, out]`, of more a tensor of the
-    model's dtype. `sums`: for products of many rows that are summed over the ranks; None sums them whole."""
+    model's dtype. A residual of many rows may be up to date on each row's own rank alone, until `residual_rows`."""
 
     def __init__(
         self,
@@ -75,11 +74,10 @@ class CudaOperators(TorchOperators):
         gemv: Gemv,
         ends: EndKernels,
         scaled: ScaledLinear | None = None,
-        sums: OverlappedSums | None = None,
     ):
         super().__init__(step.config, step.plan, step.weights, step.comm, step.kv, num_ids)
         self._peers, self._attention, self._gemv, self._ends, self._scaled = peers, attention, gemv, ends, scaled
-        self._sums = sums
+        self._summands: torch.Tensor | None = None  # of the product that is about to be summed
         row_bytes = step.config.hidden_size * step.dtype.itemsize
         self._is_norm_fused, self._is_sum_fused = peers.is_norm_fused and _takes_norm(row_bytes), takes_add_norm(row_bytes)
         self._is_rotary_fused = takes_rotary_write(step.config.head_dim, step.dtype)
@@ -198,6 +196,10 @@ class CudaOperators(TorchOperators):
             rotary_write(*operands)
 
     def reduce_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if x is self._summands:
+            self._summands = None
+            self.comm.meet(is_idle=True)
+            return self._peers.collectives.all_reduce_two_shot_norm(x, residual, weight, self.config.rms_norm_eps)
         if not self._is_norm_fused or residual.shape[0] > FUSED_ROWS:
             total = self.comm.all_reduce(self._rounded(x))
             return self._add_norm(total, residual, weight, total)  # the sum is nobody's but ours: its memory serves again
@@ -207,16 +209,30 @@ class CudaOperators(TorchOperators):
         eps = self.config.rms_norm_eps
         return collectives.all_reduce_lamport_norm(x, residual, weight, eps, normed, is_next_early=True)  # a product is next
 
-    def product_norm(
-        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor
-    ) -> torch.Tensor:
-        is_widened = isinstance(weight, Fp8Weight) and self._scaled is None  # each part would widen it again
-        if self._sums is None or is_widened or x.shape[0] < self._sums.min_rows:
-            return super().product_norm(x, weight, bias, residual, norm)
-        out = torch.empty_like(residual)
-        for rows, total in self._sums.parts(x.shape[0], lambda rows: self._product(x[rows], weight, bias)):
-            self._add_norm(total, residual[rows], norm, out[rows])
-        return out
+    def summand(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        out = self._room_for_summands(x.shape[0])
+        if out is None:
+            return super().summand(x, weight, bias)
+        self._summands = out
+        if self._scaled is not None and self._scaled.takes(x, weight):
+            return self._scaled.linear(x, weight, bias, out)
+        if isinstance(weight, Fp8Weight) or weight.is_mkldnn:
+            return out.copy_(super().linear(x, weight, bias))
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    def _room_for_summands(self, num_rows: int) -> torch.Tensor | None:
+        """Where the product of so many rows has to be for sum and norm in two shots; None for another way."""
+        if num_rows <= FUSED_ROWS:
+            return None
+        return self._peers.summands(num_rows, self.config.hidden_size, self.kv.keys.dtype)
+
+    def residual_rows(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        num_rows, picked = residual.shape[0], super().residual_rows(residual, rows)
+        if self._room_for_summands(num_rows) is None:
+            return picked
+        share = -(-num_rows // self.comm.size)
+        others = torch.div(rows, share, rounding_mode="floor") != self.comm.rank
+        return self.comm.all_reduce(picked.masked_fill_(others[:, None], 0.0))
 
     def _add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         if not self._is_sum_fused:
@@ -268,14 +284,13 @@ def open_operators(
     max_rows: int,
     max_context: int,
     is_fp8_scaled: bool = True,
-    overlap_tokens: int = 0,
     ranks_per_gpu: int = 1,
 ) -> tuple[CudaOperators, Callable[[], None]]:
     """Operators for the model of `step`, and what raises when one of their kernels gave up. *Collective*.
 
     `max_rows` rows at once in steady decode, of up to `max_context` tokens. `is_fp8_scaled`: many rows meet FP8 matrices as FP8
-    themselves. `overlap_tokens`: of `EngineSettings`. `ranks_per_gpu`: of other processes too, for a model that is
-    whole on each. *Raises* `DoorbellError` when a kernel cannot be compiled.
+    themselves. `ranks_per_gpu`: of other processes too, for a model that is whole on each.
+    *Raises* `DoorbellError` when a kernel cannot be compiled.
     """
     build, comm = Build(default_cache_folder()), step.comm
     torch.cuda.set_device(step.device)  # a kernel is loaded on the current one
@@ -294,9 +309,7 @@ def open_operators(
         load_rotary_write(build, step.dtype),
     )
     scaled = open_scaled_linear(build) if is_fp8_scaled else None
-    is_overlapped = overlap_tokens > 0 and comm.size > 1 and peers.is_one_rank_per_gpu
-    sums = OverlappedSums(comm, overlap_tokens) if is_overlapped else None
-    operators = CudaOperators(step, num_ids, peers, attention, gemv, ends, scaled, sums)
+    operators = CudaOperators(step, num_ids, peers, attention, gemv, ends, scaled)
     if isinstance(attention, ChosenAttention):
         operators.description += f"; {attention.description}"
     return operators, peers.check

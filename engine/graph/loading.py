@@ -80,7 +80,6 @@ def open_graphs(
         max_rows if speculable is None else max(max_rows, speculable.max_rows * speculable.width),
         limits.max_model_len,
         is_fp8_scaled=settings.fp8_products == "scaled",
-        overlap_tokens=settings.overlap_tokens,
     )
     checks = [check, step.comm.check]
     drafter: DeviceDrafter | None = None

@@ -75,13 +75,14 @@ class Operators(Protocol):
         """A product as one tensor; fp32 where it comes in parts."""
 
     def reduce_norm(self, x: Any, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """`residual += sum of x over the ranks`, in place; returns `RMSNorm(residual) * weight`. *Collective*."""
+        """`residual += sum of x over the ranks`, in place; returns `RMSNorm(residual) * weight`, good until the next call.
+        *Collective*."""
 
-    def product_norm(
-        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor
-    ) -> torch.Tensor:
-        """`reduce_norm` of a `linear`, with `norm` as its weight; of many rows maybe in parts, the sum of one while the next is
-        multiplied. *Collective*."""
+    def summand(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> Any:
+        """A `linear` of which `reduce_norm` is to take the sum, before any other of these is made."""
+
+    def residual_rows(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """`rows` (int64 `[n]`) of `residual`, after `reduce_norm`, which may leave others out of date. *Collective*."""
 
     def choose(self, rows: DeviceRows, logits: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row's next token, int64 `[rows]`, and its logit, fp32 `[rows]`, the same on all ranks. *Collective*.
@@ -208,10 +209,11 @@ class TorchOperators:
     def reduce_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return add_norm(self.comm.all_reduce(x), residual, weight, self.config.rms_norm_eps)
 
-    def product_norm(
-        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor
-    ) -> torch.Tensor:
-        return self.reduce_norm(self.linear(x, weight, bias), residual, norm)
+    def summand(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.linear(x, weight, bias)
+
+    def residual_rows(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return residual.index_select(0, rows)
 
     def choose(self, rows: DeviceRows, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if rows.filters is not None:

@@ -15,14 +15,13 @@ def prefill_step(operators: Operators, tokens: ChunkTokens, marks: Marks = NO_MA
     """Logits of the tokens in `tokens.logit_idx`: fp32 `[num_logits, local_vocab]`. *Collective*, asynchronous, capturable.
 
     The keys and values of all tokens are in the cache afterwards. What comes behind the last layer's attention is computed for
-    the tokens whose logits are asked for, and for no others. `marks`: told of the stages; sums are not overlapped then.
+    the tokens whose logits are asked for, and for no others. `marks`: told of the stages.
     """
     weights = operators.weights
     norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
+
     def product_norm(stage: str, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, norm: torch.Tensor) -> torch.Tensor:
-        if marks is NO_MARKS:
-            return operators.product_norm(x, weight, bias, residual, norm)
-        product = operators.linear(x, weight, bias)
+        product = operators.summand(x, weight, bias)
         marks.end(stage, layer_idx)
         normed = operators.reduce_norm(product, residual, norm)
         marks.end("all_reduce", layer_idx)
@@ -40,7 +39,7 @@ def prefill_step(operators: Operators, tokens: ChunkTokens, marks: Marks = NO_MA
         if layer is weights.layers[-1]:
             if tokens.logit_idx.numel() == 0:
                 return torch.empty(0, operators.plan.local_vocab, dtype=torch.float32, device=x.device)
-            heads, residual = heads.index_select(0, tokens.logit_idx), residual.index_select(0, tokens.logit_idx)
+            heads, residual = heads.index_select(0, tokens.logit_idx), operators.residual_rows(residual, tokens.logit_idx)
         x = product_norm("o_proj", heads, layer.o, layer.o_bias, layer.mlp_norm)
         x = product_norm("mlp", operators.gate_up(x, layer), layer.down, layer.down_bias, norms[layer_idx])
     logits = operators.whole(operators.linear(x, weights.head)).float()

@@ -11,7 +11,8 @@ from results.render.metric import number as write
 from results.render.record import Record
 from results.render.selection import ALGORITHM_KEYS, TEXTBOOK, ceiling_of, peers_of
 
-ALGORITHMS = ("chosen", "lamport", "lamport_norm", "sentinel", "one_shot", "two_shot")  # columns, left to right; others follow
+# Columns, left to right; others follow.
+ALGORITHMS = ("chosen", "lamport", "lamport_norm", "sentinel", "one_shot", "two_shot", "two_shot_norm")
 
 
 def label_of(record: Record, is_threads_told: bool = False) -> str:

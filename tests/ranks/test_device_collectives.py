@@ -227,6 +227,72 @@ def check_norms_of_two_models(rank: int, size: int, heap_kind: str = "ipc") -> N
         assert mismatches.item() == 0
 
 
+def check_norm_of_many_rows(rank: int, size: int, heap_kind: str = "ipc") -> None:
+    """Summed and normed where the products lie: values of all shapes, then a chain of calls in a replayed graph, each of which
+    overwrites what the last one read, with stragglers."""
+    from tests.ranks.device_world import device_world
+
+    shapes = ((1, 64), (7, 896), (65, 896), (130, 3584), (300, 4096), (513, 8192), (1030, 1024))
+    with device_world(rank, size, heap_kind=heap_kind) as world:
+        collectives = world.collectives
+        for call, (dtype, (rows, hidden)) in enumerate((dtype, shape) for dtype in DTYPES for shape in shapes):
+            summands = collectives.summands(rows, hidden, dtype)
+            if summands is None:
+                assert hidden * dtype.itemsize > 16384
+                continue
+            parts = [part(peer, call, rows * hidden, dtype).view(rows, hidden) for peer in range(size)]
+            residual, weight = part(90, call, rows * hidden, dtype).view(rows, hidden), part(91, call, hidden, dtype)
+            wanted = (residual.float() + expected_sum(parts).float()).to(dtype)
+            scale = (wanted.float().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+            normed = ((wanted.float() * scale).to(dtype).float() * weight.float()).to(dtype)
+            summands.copy_(parts[rank])
+            collectives.heap.own_tensor("rows_normed", (rows, hidden), dtype).fill_(float("nan"))
+            torch.cuda.synchronize()
+            world.agree(None)  # peers write here
+            updated = residual.clone()
+            found = collectives.all_reduce_two_shot_norm(summands, updated, weight, 1e-6)
+            share = -(-rows // size)
+            own = torch.arange(rows, device="cuda") // share == rank
+            assert torch.equal(bits(updated[own]), bits(wanted[own])), (dtype, rows, hidden)
+            assert torch.equal(bits(updated[~own]), bits(residual[~own])), "wrote rows of other ranks"
+            assert torch.allclose(found.float(), normed.float(), rtol=4 * torch.finfo(dtype).eps), (dtype, rows, hidden)
+            assert len(set(world.agree(int(bits(found).long().sum())))) == 1, "ranks hold other bits"
+        mine, count, (rows, hidden) = random.Random(rank), 5, (200, 8192)
+        bases = [[part(peer, call, rows * hidden, torch.bfloat16, True).view(rows, hidden) for peer in range(size)]
+                 for call in range(count)]  # fmt: skip
+        summands = collectives.summands(rows, hidden, torch.bfloat16)
+        weight = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
+        own_bases = [base[rank].clone() for base in bases]
+        found = torch.empty(count, rows, hidden, dtype=torch.bfloat16, device="cuda")
+        mismatches = torch.zeros(1, dtype=torch.int64, device="cuda")
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+        def body() -> None:
+            for base, kept in zip(own_bases, found):
+                torch.add(base, 0, out=summands)
+                kept.copy_(collectives.all_reduce_two_shot_norm(summands, torch.zeros_like(base), weight, 1e-6))
+
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            body()
+            torch.cuda.synchronize()
+            world.agree(None)
+            with torch.cuda.graph(graph, stream=stream):
+                body()
+            for replay in range(200):
+                for own, base in zip(own_bases, bases):
+                    own.copy_(base[rank] + replay % 5)
+                if mine.random() < 0.1:
+                    torch.cuda._sleep(mine.randrange(10**6))
+                graph.replay()
+                for base, after in zip(bases, found):
+                    wanted = expected_sum([one + replay % 5 for one in base]).float()
+                    scale = (wanted.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+                    mismatches += ((after.float() - wanted * scale).abs() > 0.05).sum()
+            torch.cuda.synchronize()
+        assert mismatches.item() == 0
+
+
 def check_deadline(rank: int, size: int) -> str:
     """Rank 0 calls, the others do not: its kernel must come back by itself, and the record name a peer."""
     from launch.errors import PeerTimeout
@@ -253,6 +319,7 @@ BODIES = {
     "norm": (check_norm,),
     "norm of parts": (check_norm_of_parts,),
     "norms of two models": (check_norms_of_two_models,),
+    "norm of many rows": (check_norm_of_many_rows,),
 }
 
 

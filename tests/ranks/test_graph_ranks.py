@@ -88,7 +88,6 @@ def answer_in_turn(rank: int, size: int, folder: str, is_profiled: bool, all_red
     world, comm = open_comm(all_reduce)
     replicas = open_pair(
         folder, world, comm, is_profiled, dtype="float32", kv_memory_bytes=1 << 24, max_batch=9,
-        overlap_tokens=129,  # of two ranks with a GPU each: steps of several prompts
     )  # fmt: skip
     outcomes = []
     for count, max_tokens, number, options in CASES:
