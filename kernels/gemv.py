@@ -131,6 +131,7 @@ class Gemv:
         self._kernels, self._num_sms, self._is_pdl, self._ways = kernels, num_sms, is_pdl, ways
         self._in_flight_bytes = in_flight_bytes
         self._plans: dict[tuple[Product, int | None], Plan | None] = {}
+        self._names: dict[tuple[Product, int | None], str] = {}
         self._maps: dict[tuple[int, torch.Size, int, int, int], Any] = {}
 
     def takes(self, x: torch.Tensor, weight: Any, is_gate_up: bool = False) -> bool:
@@ -192,8 +193,29 @@ class Gemv:
             if measured == LIBRARY:
                 return None
             ways = likely_ways(product) if measured is None else (measured, *likely_ways(product))
-        plans = (self._plan_of(name, product, num_splits) for name in ways)
-        return next((plan for plan in plans if plan is not None), None)
+        for name in ways:
+            plan = self._plan_of(name, product, num_splits)
+            if plan is not None:
+                self._names[product, num_splits] = name
+                return plan
+        return None
+
+    @property
+    def products(self) -> list[Product]:
+        """Those that were asked for, whether they are made here or left to a library."""
+        return [product for product, num_splits in self._plans if num_splits is None]
+
+    def way_of(self, product: Product) -> str:
+        """Of `WAYS`, or `LIBRARY`: how one of `products` is made."""
+        return self._names.get((product, None), LIBRARY)
+
+    def choose(self, product: Product, way: str) -> bool:
+        """For benches: make `product` by `way` from the next launch on. False, and nothing changes, if it cannot be."""
+        plan = None if way == LIBRARY else self._plan_of(way, product, None)
+        if plan is None and way != LIBRARY:
+            return False
+        self._plans[product, None], self._names[product, None] = plan, way
+        return True
 
     def _plan_of(self, name: str, product: Product, num_splits: int | None) -> Plan | None:
         way = WAYS[name]
