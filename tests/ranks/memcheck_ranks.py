@@ -55,6 +55,16 @@ def reduce_all(rank: int, size: int) -> None:
                     wanted = 1 + sum(integers(rows * hidden, peer, call, torch.float32) for peer in range(size))
                     assert torch.equal(residual.float(), wanted.view(rows, hidden)), (dtype, rows, hidden, call)
                     assert not normed.isnan().any()
+            for rows, hidden in ((3, 64), (130, 896)):
+                for call in range(CALLS):
+                    summands = world.collectives.summands(rows, hidden, dtype)
+                    summands.copy_(integers(rows * hidden, rank, call, dtype).view(rows, hidden))
+                    residual, weight = torch.ones_like(summands), torch.ones(hidden, dtype=dtype, device="cuda")
+                    normed = world.collectives.all_reduce_two_shot_norm(summands, residual, weight, 1e-6)
+                    wanted = 1 + sum(integers(rows * hidden, peer, call, torch.float32) for peer in range(size))
+                    wanted = wanted.view(rows, hidden)
+                    scale = (wanted.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+                    assert ((normed.float() - wanted * scale).abs() < 0.05).all(), (dtype, rows, hidden, call)
 
 
 def send_messages(world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 
 import pytest
@@ -186,19 +187,39 @@ def check_norm_of_parts(rank: int, size: int, heap_kind: str = "ipc") -> None:
                 assert not wanted[1].isnan().any() and torch.equal(bits(sums), bits(before))
 
 
+def replays(world, rank: int, body: Callable[[], None], count: int) -> Iterator[tuple[int, Callable[[], None]]]:
+    """Numbers from 0, and what replays `body`, captured in a graph, each time, now and then late. On a stream of its own."""
+    stream, graph, mine = torch.cuda.Stream(), torch.cuda.CUDAGraph(), random.Random(rank)
+
+    def run() -> None:
+        if mine.random() < 0.1:
+            torch.cuda._sleep(mine.randrange(10**6))
+        graph.replay()
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        body()
+        torch.cuda.synchronize()
+        world.agree(None)
+        with torch.cuda.graph(graph, stream=stream):
+            body()
+        for replay in range(count):
+            yield replay, run
+        torch.cuda.synchronize()
+
+
 def check_norms_of_two_models(rank: int, size: int, heap_kind: str = "ipc") -> None:
     """Rows of two widths in turn, as those of a target and of a draft model split over the same ranks: other CTAs a row, the same
     inbox and counters. Back to back in a replayed graph, with stragglers."""
     from tests.ranks.device_world import device_world
 
-    shapes, mine = ((5, 8192), (10, 896), (1, 896), (1, 8192), (32, 896), (20, 8192)), random.Random(rank)
+    shapes = ((5, 8192), (10, 896), (1, 896), (1, 8192), (32, 896), (20, 8192))
     with device_world(rank, size, heap_kind=heap_kind) as world:
         x, residual, normed = ([torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes] for _ in range(3))
         weights = [torch.ones(hidden, dtype=torch.bfloat16, device="cuda") for _, hidden in shapes]
         bases = [[part(peer, idx, rows * hidden, torch.bfloat16, True).view(rows, hidden) for peer in range(size)]
                  for idx, (rows, hidden) in enumerate(shapes)]  # fmt: skip
         mismatches = torch.zeros(1, dtype=torch.int64, device="cuda")
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
 
         def body() -> None:
             for old in residual:
@@ -206,24 +227,14 @@ def check_norms_of_two_models(rank: int, size: int, heap_kind: str = "ipc") -> N
             for operands in zip(x, residual, weights, normed):
                 world.collectives.all_reduce_lamport_norm(*operands[:3], 1e-6, operands[3], is_next_early=True)
 
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            body()
-            torch.cuda.synchronize()
-            world.agree(None)
-            with torch.cuda.graph(graph, stream=stream):
-                body()
-            for replay in range(300):
-                for own, base in zip(x, bases):
-                    own.copy_(base[rank] + replay % 5)
-                if mine.random() < 0.1:
-                    torch.cuda._sleep(mine.randrange(10**6))
-                graph.replay()
-                for found, base, after in zip(residual, bases, normed):
-                    wanted = expected_sum([one + replay % 5 for one in base])
-                    scale = (wanted.float().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
-                    mismatches += (found != wanted).sum() + ((after.float() - wanted.float() * scale).abs() > 0.05).sum()
-            torch.cuda.synchronize()
+        for replay, run in replays(world, rank, body, 300):
+            for own, base in zip(x, bases):
+                own.copy_(base[rank] + replay % 5)
+            run()
+            for found, base, after in zip(residual, bases, normed):
+                wanted = expected_sum([one + replay % 5 for one in base])
+                scale = (wanted.float().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+                mismatches += (found != wanted).sum() + ((after.float() - wanted.float() * scale).abs() > 0.05).sum()
         assert mismatches.item() == 0
 
 
@@ -257,7 +268,7 @@ def check_norm_of_many_rows(rank: int, size: int, heap_kind: str = "ipc") -> Non
             assert torch.equal(bits(updated[~own]), bits(residual[~own])), "wrote rows of other ranks"
             assert torch.allclose(found.float(), normed.float(), rtol=4 * torch.finfo(dtype).eps), (dtype, rows, hidden)
             assert len(set(world.agree(int(bits(found).long().sum())))) == 1, "ranks hold other bits"
-        mine, count, (rows, hidden) = random.Random(rank), 5, (200, 8192)
+        count, (rows, hidden) = 5, (200, 8192)
         bases = [[part(peer, call, rows * hidden, torch.bfloat16, True).view(rows, hidden) for peer in range(size)]
                  for call in range(count)]  # fmt: skip
         summands = collectives.summands(rows, hidden, torch.bfloat16)
@@ -265,31 +276,20 @@ def check_norm_of_many_rows(rank: int, size: int, heap_kind: str = "ipc") -> Non
         own_bases = [base[rank].clone() for base in bases]
         found = torch.empty(count, rows, hidden, dtype=torch.bfloat16, device="cuda")
         mismatches = torch.zeros(1, dtype=torch.int64, device="cuda")
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
 
         def body() -> None:
             for base, kept in zip(own_bases, found):
                 torch.add(base, 0, out=summands)
                 kept.copy_(collectives.all_reduce_two_shot_norm(summands, torch.zeros_like(base), weight, 1e-6))
 
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            body()
-            torch.cuda.synchronize()
-            world.agree(None)
-            with torch.cuda.graph(graph, stream=stream):
-                body()
-            for replay in range(200):
-                for own, base in zip(own_bases, bases):
-                    own.copy_(base[rank] + replay % 5)
-                if mine.random() < 0.1:
-                    torch.cuda._sleep(mine.randrange(10**6))
-                graph.replay()
-                for base, after in zip(bases, found):
-                    wanted = expected_sum([one + replay % 5 for one in base]).float()
-                    scale = (wanted.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
-                    mismatches += ((after.float() - wanted * scale).abs() > 0.05).sum()
-            torch.cuda.synchronize()
+        for replay, run in replays(world, rank, body, 200):
+            for own, base in zip(own_bases, bases):
+                own.copy_(base[rank] + replay % 5)
+            run()
+            for base, after in zip(bases, found):
+                wanted = expected_sum([one + replay % 5 for one in base]).float()
+                scale = (wanted.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+                mismatches += ((after.float() - wanted * scale).abs() > 0.05).sum()
         assert mismatches.item() == 0
 
 
