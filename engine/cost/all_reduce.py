@@ -13,64 +13,75 @@ from engine.cost.constants import Constant, Values
 from engine.cost.gpus import GPUS, H200, Gpu
 from launch.errors import UsageError
 
-FUSED = "all_reduce_lamport_norm"
+# What a sum does besides, and the algorithms of it; all others of ours sum alone, and the fastest of them counts.
+PLAIN, NORM, ROWS_NORM = "alone", "with a norm", "of many rows with a norm"
+KINDS = {"all_reduce_lamport_norm": NORM, "all_reduce_two_shot_norm": ROWS_NORM}
 PAIR, OCTET = (2, 1), (8, 4)  # ranks and ranks a GPU of the two kinds of records
 Curve = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
 class AllReduceTable:
-    """(bytes, us) by rising bytes, bf16 on H200s. `fused`: with residual and norm; `plain`: the fastest of the others.
+    """(bytes, us) by rising bytes, bf16 on H200s: by kind, then by (ranks, ranks a GPU). Kinds: `PLAIN`; `NORM`, with residual
+    and norm; `ROWS_NORM`, the same by the algorithm for many rows, which may have no records yet.
 
-    By (ranks, ranks a GPU). Eight ranks were measured on two GPUs under MPS, where they share SMs and links.
+    Eight ranks were measured on two GPUs under MPS, where they share SMs and links.
     """
 
-    plain: Mapping[tuple[int, int], Curve]
-    fused: Mapping[tuple[int, int], Curve]
+    curves: Mapping[str, Mapping[tuple[int, int], Curve]]
 
     @classmethod
     def load(cls, path: Path) -> AllReduceTable:
-        """*Raises* `UsageError` where `path` cannot be read or lacks records of 2 or of 8 ranks."""
+        """*Raises* `UsageError` where `path` cannot be read or lacks records of 2 or of 8 ranks, alone or with a norm."""
         try:
             records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:
             raise UsageError(f"the times of all-reduces cannot be read from {path}: {error}") from None
-        plain, fused = {}, {}
+        curves: dict[str, dict[tuple[int, int], Curve]] = {PLAIN: {}, NORM: {}, ROWS_NORM: {}}
         for world in (PAIR, OCTET):
             newest = _newest(records, world)
-            for curves, is_fused in ((plain, False), (fused, True)):
-                curves[world] = _curve((size, us) for (name, size), us in newest.items() if (name == FUSED) == is_fused)
-                if not curves[world]:
-                    what = f"bf16 all-reduce {'with a norm' if is_fused else 'alone'} of {world[0]} ranks, {world[1]} a GPU"
+            for kind, of_kind in curves.items():
+                curve = _curve((size, us) for (name, size), us in newest.items() if KINDS.get(name, PLAIN) == kind)
+                if curve:
+                    of_kind[world] = curve
+                elif kind != ROWS_NORM:
+                    what = f"bf16 all-reduce {kind} of {world[0]} ranks, {world[1]} a GPU"
                     raise UsageError(f"{path} has no {what}; `make bench-comm TP={world[0]}` adds it")
-        return cls(plain, fused)
+        return cls(curves)
 
-    def us(self, num_bytes: int, size: int, is_fused: bool) -> float:
-        """us a call of `num_bytes` among `size` ranks, 2 or more, on H200s with NVLink.
+    def has(self, kind: str, size: int) -> bool:
+        """Whether `us` has records to go by: of 2 ranks, and for more ranks of 8 as well."""
+        return PAIR in self.curves[kind] and (size == PAIR[0] or OCTET in self.curves[kind])
+
+    def us(self, num_bytes: int, size: int, kind: str) -> float:
+        """us a call of `num_bytes` among `size` ranks, 2 or more, on H200s with NVLink. `kind`: one that the table `has`.
 
         Between and beyond 2 and 8 ranks: in proportion to the logarithm of the number.
         """
-        curves = self.fused if is_fused else self.plain
+        curves = self.curves[kind]
         two = _at(curves[PAIR], num_bytes)
+        if size == PAIR[0]:
+            return two
         last = curves[OCTET][-1][0]
         eight = _at(curves[OCTET], min(num_bytes, last))
         if num_bytes > last:  # a two-shot of n ranks moves 2 (n - 1) / n of the bytes: 1 of 2 ranks, 1.75 of 8
             eight += 1.75 * (two - _at(curves[PAIR], last))
         return two + max(0.0, eight - two) * (log2(size) - 1) / 2
 
-    def use(self, values: Values, gpu: Gpu, num_bytes: int, size: int, is_fused: bool) -> float:
+    def use(self, values: Values, gpu: Gpu, num_bytes: int, size: int, kind: str) -> float:
         """us a call on `gpu`; what it rests on is noted in `values`.
 
         The smallest message is taken to be latency, what larger ones take beyond it to be the link's.
         """
-        latency = self.us(0, size, is_fused)
-        us = latency + (self.us(num_bytes, size, is_fused) - latency) * GPUS[H200].link_gb_s / gpu.link_gb_s + gpu.link_extra_us
+        latency = self.us(0, size, kind)
+        us = latency + (self.us(num_bytes, size, kind) - latency) * GPUS[H200].link_gb_s / gpu.link_gb_s + gpu.link_extra_us
         source = "results/all_reduce.jsonl, 2 ranks on two H200"
         if size != 2:
             source += f", and its 8 ranks on two H200 under MPS as the shape for {size}"
         if not gpu.is_measured:
             source += f"; by the links' datasheets on {gpu.name}"
-        name = f"all_reduce{'_norm' if is_fused else ''}_{size}_ranks_{num_bytes}_bytes_us"
+        what = {PLAIN: "", NORM: "_norm", ROWS_NORM: "_rows_norm"}[kind]
+        name = f"all_reduce{what}_{size}_ranks_{num_bytes}_bytes_us"
         return values.take(name, Constant(us, "us a call", source, gpu.is_measured and size == 2))
 
 

@@ -11,13 +11,16 @@ from engine.cost.all_reduce import AllReduceTable
 from engine.cost.constants import Constant
 from engine.cost.gpus import Gpu
 from engine.cost.peers import Peer, peer_of
-from engine.cost.prediction import Prediction, Setting, predict_decode, predict_prefill
+from engine.cost.prediction import Prediction, predict_decode, predict_prefill
+from engine.cost.prefill_parts import step_tokens
+from engine.cost.setting import Setting
 from engine.cost.shard import Shard
 
 LEGEND = """\
 TPOT and TTFT in ms, by part: weights, kv (keys and values), collectives, borders (kernels beyond bytes and operations), head.
-roof: floor / time; the floor: all bytes at the fastest read measured, or all operations at the matrix rate, whichever is longer.
-~ rests on a guess or a projection; * does not fit the GPU's memory. Decode is taken to run in graphs, prefill eagerly."""
+roof: floor / time; the floor: all bytes at the fastest read measured, or all operations at the matrix rates, whichever is longer.
+~ rests on a guess or a projection; * does not fit the GPU's memory. Decode is taken to run in graphs, prefill in graphs or
+launched kernel by kernel, by the engine's own rule."""
 _COLUMNS = {"weights": 9, "kv": 9, "collectives": 11, "borders": 9, "head": 9}  # and their widths
 _HEADER = (
     f"{'gpu':5} {'model':12} {'tp':>2} {'dtype':5} {'batch':>5} {'context':>7} {'':4} "
@@ -28,7 +31,8 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """`case` on `gpu`; a peer where one has a number for it."""
+    """`case` on `gpu`; a peer where one has a number for it. `step`: how its steps that prefill are started, the first of them
+    if they differ, as prefill records name it."""
 
     case: Case
     gpu: Gpu
@@ -36,16 +40,21 @@ class Estimate:
     decode: Prediction
     prefill: Prediction
     peer: Peer | None
+    step: str
 
     @classmethod
-    def of(cls, case: Case, model: str, gpu: Gpu, all_reduce: AllReduceTable | None, has_peers: bool | None = None) -> Estimate:
+    def of(
+        cls, case: Case, model: str, gpu: Gpu, all_reduce: AllReduceTable | None, has_peers: bool | None = None, step: str = ""
+    ) -> Estimate:  # fmt: skip
         """`model`: as `Shard.of`. `all_reduce`: needed where there are peers, which is from TP=2 on unless `has_peers` says no.
+        `step`: as `Setting`.
 
         *Raises* as `Shard.of`.
         """
         shard = Shard.of(case, model)
-        setting = Setting(shard, gpu, all_reduce, case.tp > 1 if has_peers is None else has_peers)
-        return cls(case, gpu, shard, predict_decode(setting), predict_prefill(setting), peer_of(case, gpu.name))
+        setting = Setting(shard, gpu, all_reduce, case.tp > 1 if has_peers is None else has_peers, step)
+        peer, started = peer_of(case, gpu.name), setting.step_of(step_tokens(shard)[0])
+        return cls(case, gpu, shard, predict_decode(setting), predict_prefill(setting), peer, started)
 
     @property
     def tpot_ms(self) -> float:
@@ -122,7 +131,7 @@ class Estimate:
         floor_ms, tokens = self.prefill.datasheet_floor_us / 1e3, self.case.batch * self.case.prompt
         metrics = {"ttft_ms": self.ttft_ms, "prefill_tok_s": self.prefill_tok_s}
         ceiling = {"ttft_ms": floor_ms, "prefill_tok_s": 1e3 * tokens / floor_ms}
-        case = {**vars(self.case), "output": 1, "backend": "eager", "comm": self._comm}
+        case = {**vars(self.case), "output": 1, "backend": "graph", "comm": self._comm, "step": self.step}
         return self._projected(Record("prefill", case, {}, {}, {}, False), metrics, ceiling, self.prefill, "ttft_ms")
 
     def _projected(

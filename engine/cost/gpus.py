@@ -12,7 +12,8 @@ H200 = "H200"
 
 @dataclass(frozen=True)
 class Gpu:
-    """`hbm_tb_s`, `matrix_tflops` (bf16, dense), `memory_gb` (1e9 bytes), `link_gb_s` (to its peers, one way): as sold.
+    """`hbm_tb_s`, `matrix_tflops` (bf16, dense), `matrix_fp8_tflops` (dense; None: no FP8 tensor cores), `memory_gb` (1e9 bytes),
+    `link_gb_s` (to its peers, one way): as sold.
 
     `link_extra_us`: what a hop takes beyond NVLink's. `device`: what the driver calls it, in part.
     """
@@ -21,6 +22,7 @@ class Gpu:
     device: str
     hbm_tb_s: float
     matrix_tflops: float
+    matrix_fp8_tflops: float | None
     memory_gb: float
     link_gb_s: float
     source: str
@@ -35,18 +37,23 @@ class Gpu:
         if self.is_measured:
             return Constants()
         h200 = GPUS[H200]
-        return Constants().scaled(self.hbm_tb_s / h200.hbm_tb_s, self.matrix_tflops / h200.matrix_tflops, self.name)
+        factors = {
+            "hbm": self.hbm_tb_s / h200.hbm_tb_s,
+            "matrix": self.matrix_tflops / h200.matrix_tflops,
+            "matrix_fp8": (self.matrix_fp8_tflops or 0.0) / h200.matrix_fp8_tflops,
+        }
+        return Constants().scaled(factors, self.name)
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu(H200, "H200", DATASHEET_TB_S, 989, 141, 450, "NVIDIA H200 SXM datasheet; NVLink 4"),
-        Gpu("H100", "H100", 3.35, 989, 80, 450, "NVIDIA H100 SXM datasheet; NVLink 4"),
-        Gpu("A100", "A100-SXM4-80GB", 2.039, 312, 80, 300, "NVIDIA A100 SXM 80 GB datasheet; NVLink 3"),
-        Gpu("B200", "B200", 8.0, 2250, 180, 900, "NVIDIA HGX B200 datasheet; NVLink 5"),
+        Gpu(H200, "H200", DATASHEET_TB_S, 989, 1979, 141, 450, "NVIDIA H200 SXM datasheet; NVLink 4"),
+        Gpu("H100", "H100", 3.35, 989, 1979, 80, 450, "NVIDIA H100 SXM datasheet; NVLink 4"),
+        Gpu("A100", "A100-SXM4-80GB", 2.039, 312, None, 80, 300, "NVIDIA A100 SXM 80 GB datasheet; NVLink 3"),
+        Gpu("B200", "B200", 8.0, 2250, 4500, 180, 900, "NVIDIA HGX B200 datasheet; NVLink 5"),
         # A one-shot push of 16 KB over PCIe takes 7.2 us (github.com/haohervchb/sglang-V100/pull/2), where NVLink takes 2.2.
-        Gpu("L40S", "L40S", 0.864, 362, 48, 32, "NVIDIA L40S datasheet; PCIe 4 x16", link_extra_us=5.0),
+        Gpu("L40S", "L40S", 0.864, 362, 733, 48, 32, "NVIDIA L40S datasheet; PCIe 4 x16", link_extra_us=5.0),
     )
 }
 
