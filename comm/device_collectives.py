@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from comm.device_checks import UNIT_BYTES, WARP, check_norm, check_sum, check_tensors, check_threads, is_aligned
 from comm.device_params import (
     LamportParams,
     NormParams,
@@ -28,15 +29,13 @@ from comm.device_vocabulary import vocabulary_regions
 from comm.device_watch import DeviceWatch
 from comm.draft_channels import draft_regions
 from comm.heap import DeviceHeap, Layout, Region
-from kernels.elements import ELEMS
 
 SOURCES = Path(__file__).parent / "cuda"
-UNIT_BYTES, PACKET_BYTES = 8, 16
+PACKET_BYTES = 16
 LAMPORT_CTAS, LAMPORT_THREADS = 64, 256
 CTA_PACKETS = 2048  # of one CTA and source
 SENTINEL_CTAS, CTA_VECTORS = 128, 1024
 SENTINEL_THREADS = ((512 << 10, 256), (sys.maxsize, 512))  # largest message in bytes, threads that were fastest up to there
-WARP, MAX_THREADS = 32, 512
 NORM_ROWS, NORM_CTAS, NORM_THREADS = 32, 8, 256  # rows a call, most CTAs a row, threads a CTA
 NORM_UNITS, NORM_PACKETS = 4, 1024  # most units a thread, packets a CTA
 ONE_SHOT_CTAS, TWO_SHOT_CTAS = 32, 128
@@ -120,8 +119,8 @@ class DeviceCollectives:
         `ValueError` for sizes and alignments that do not fit, before anything is enqueued.
         """
         out = x if out is None else out
-        _check_sum(x, out)
-        _check_threads(threads)
+        check_sum(x, out)
+        check_threads(threads)
         room = self._most(LAMPORT_CTAS, threads) * CTA_PACKETS * UNIT_BYTES // x.element_size()
         for start in range(0, x.numel(), room):
             self._lamport_once(x.view(-1)[start : start + room], out.view(-1)[start : start + room], threads)
@@ -138,10 +137,10 @@ class DeviceCollectives:
     ) -> torch.Tensor:
         """As `all_reduce_lamport`, for larger messages: half the bytes, and what was read is cleared."""
         out = x if out is None else out
-        _check_sum(x, out)
+        check_sum(x, out)
         if threads is None:
             threads = next(threads for most, threads in SENTINEL_THREADS if x.numel() * x.element_size() <= most)
-        _check_threads(threads)
+        check_threads(threads)
         most = self._most(SENTINEL_CTAS, threads)
         room = most * CTA_VECTORS * 16 // x.element_size()
         for start in range(0, x.numel(), room):
@@ -150,7 +149,7 @@ class DeviceCollectives:
             params = SentinelParams(
                 source.data_ptr(), target.data_ptr(), self._addresses("sentinel_inbox"), self._epochs(4), self._epochs(5),
                 self.watch.params, source.numel(), self.rank, self.size, SENTINEL_CTAS, CTA_VECTORS,
-                _is_aligned(16, source, target),
+                is_aligned(16, source, target),
             )  # fmt: skip
             self._launch("all_reduce_sentinel", x.dtype, min(most, -(-vectors // threads)), threads, params)
         return out
@@ -173,7 +172,7 @@ class DeviceCollectives:
         threads takes a row. Rows beyond one call's go in several. `is_next_early`: the kernel behind has work that needs nothing
         of this one, such as reading weights, and may start at once; heeded where no rank shares the GPU.
         """
-        _check_norm(x, residual, weight, normed)
+        check_norm(x, residual, weight, normed)
         rows, hidden = residual.shape
         ctas, threads = norm_grid(hidden * residual.element_size() // UNIT_BYTES, ctas, threads)
         room = self._most(NORM_ROWS, ctas * max(threads, MIN_SHARED_THREADS))
@@ -191,7 +190,7 @@ class DeviceCollectives:
 
     def all_reduce_one_shot(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         out = x if out is None else out
-        _check_sum(x, out)
+        check_sum(x, out)
         cta_units = self.capacity.one_shot_bytes // UNIT_BYTES // ONE_SHOT_CTAS
         most = self._most(ONE_SHOT_CTAS, ONE_SHOT_THREADS)
         room = most * cta_units * UNIT_BYTES // x.element_size()
@@ -201,7 +200,7 @@ class DeviceCollectives:
             params = OneShotParams(
                 source.data_ptr(), target.data_ptr(), self._addresses("one_shot_parts"), self._addresses("one_shot_flags"),
                 self._epochs(2), self.watch.params, source.numel(), self.rank, self.size, ONE_SHOT_CTAS,
-                cta_units, _is_aligned(8, source, target),
+                cta_units, is_aligned(8, source, target),
             )  # fmt: skip
             ctas = min(most, -(-units // ONE_SHOT_THREADS))
             self._launch("all_reduce_one_shot", x.dtype, ctas, ONE_SHOT_THREADS, params)
@@ -209,17 +208,17 @@ class DeviceCollectives:
 
     def all_reduce_two_shot(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         out = x if out is None else out
-        _check_sum(x, out)
+        check_sum(x, out)
         most = self._most(TWO_SHOT_CTAS, TWO_SHOT_THREADS)
         room = most * self.size * self.capacity.two_shot_cta_vectors(self.size) * 16 // x.element_size()
         for start in range(0, x.numel(), room):
             source, target = x.view(-1)[start : start + room], out.view(-1)[start : start + room]
             vectors = -(-source.numel() * x.element_size() // 16)
-            is_aligned = _is_aligned(16, source, target) and source.numel() * x.element_size() % 16 == 0
+            is_whole = is_aligned(16, source, target) and source.numel() * x.element_size() % 16 == 0
             params = TwoShotParams(
                 source.data_ptr(), target.data_ptr(), self._addresses("two_shot_parts"), self._addresses("two_shot_flags"),
                 self._epochs(3), self.watch.params, source.numel(), self.rank, self.size, TWO_SHOT_CTAS,
-                self.capacity.two_shot_cta_vectors(self.size), is_aligned,
+                self.capacity.two_shot_cta_vectors(self.size), is_whole,
             )  # fmt: skip
             ctas = min(most, -(-vectors // (self.size * TWO_SHOT_THREADS)))
             self._launch("all_reduce_two_shot", x.dtype, ctas, TWO_SHOT_THREADS, params)
@@ -244,10 +243,10 @@ class DeviceCollectives:
         """
         rows, hidden = residual.shape
         normed = self.heap.own_tensor("rows_normed", (rows, hidden), residual.dtype)
-        _check(summands, residual, normed, weight)
+        check_tensors(summands, residual, normed, weight)
         if summands.data_ptr() != self.heap.address(self.rank, "rows_summands") or summands.shape != residual.shape:
             raise ValueError(f"the sum of many rows takes what `summands` gives, [{rows}, {hidden}] in the heap")
-        if weight.shape != (hidden,) or not _is_aligned(16, residual, weight):
+        if weight.shape != (hidden,) or not is_aligned(16, residual, weight):
             raise ValueError(f"the norm of many rows takes weight [{hidden}], and tensors aligned to 16 bytes")
         vectors = hidden * residual.element_size() // 16
         threads = min(ROWS_THREADS, -(-vectors // WARP) * WARP)
@@ -265,7 +264,7 @@ class DeviceCollectives:
     ) -> LamportParams:
         return LamportParams(
             x.data_ptr(), out.data_ptr(), self._addresses(inbox), self._epochs(bank), self.watch.params, x.numel(),
-            self.rank, self.size, max_ctas, packets, _is_aligned(8, x, out),
+            self.rank, self.size, max_ctas, packets, is_aligned(8, x, out),
         )  # fmt: skip
 
     def _most(self, ctas: int, threads: int) -> int:
@@ -287,46 +286,6 @@ class DeviceCollectives:
         self._kernels[name, dtype].launch(ctas, threads, (params,), stream, cluster=cluster, is_pdl=self.is_pdl)
 
 
-def _check(*tensors: torch.Tensor) -> None:
-    for tensor in tensors:
-        if not tensor.is_cuda:
-            raise TypeError(f"a collective needs tensors on a GPU, not on {tensor.device}")
-        if tensor.dtype not in ELEMS:
-            raise TypeError(f"a collective sums bf16, fp16 or fp32, not {tensor.dtype}")
-        if tensor.dtype != tensors[0].dtype:
-            raise TypeError(f"the tensors of a collective have one dtype, not {tensors[0].dtype} and {tensor.dtype}")
-        if not tensor.is_contiguous():
-            raise TypeError(f"a collective needs contiguous tensors, not strides {tensor.stride()} of {tuple(tensor.shape)}")
-
-
-def _check_sum(x: torch.Tensor, out: torch.Tensor) -> None:
-    _check(x, out)
-    if x.numel() != out.numel():
-        raise ValueError(f"the sum of {x.numel()} elements does not fit an output of {out.numel()}")
-
-
-def _check_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, normed: torch.Tensor) -> None:
-    if x.dim() == 3 and x.dtype == torch.float32:
-        _check(x)
-        if x.shape[0] == 0 or x.shape[1:] != residual.shape or not _is_aligned(16, x):
-            raise ValueError(f"the parts of x are [num_parts, *{list(residual.shape)}], aligned to 16 bytes, not {list(x.shape)}")
-        x = residual
-    _check(x, residual, normed, weight)
-    if x.dim() != 2 or not residual.shape == normed.shape == x.shape or weight.shape != x.shape[1:]:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, residual, normed, weight))
-        raise ValueError(f"the fused norm takes x, residual and normed [rows, hidden] and weight [hidden], not {shapes}")
-    if x.shape[1] * x.element_size() % UNIT_BYTES:
-        raise ValueError(f"the fused norm needs rows of a multiple of {UNIT_BYTES} bytes, not {x.shape[1]} elements of {x.dtype}")
-    if not _is_aligned(UNIT_BYTES, x, residual, weight, normed):
-        raise ValueError(f"the fused norm needs tensors aligned to {UNIT_BYTES} bytes")
-
-
-def _check_threads(threads: int) -> None:
-    """A power of two, so that whole rounds of threads fill a CTA's buffer."""
-    if not WARP <= threads <= MAX_THREADS or threads & threads - 1:
-        raise ValueError(f"a CTA has {WARP} to {MAX_THREADS} threads, a power of two, not {threads}")
-
-
 def norm_grid(units: int, max_ctas: int = NORM_CTAS, max_threads: int = NORM_THREADS) -> tuple[int, int]:
     """CTAs of a row's cluster, and threads of each, for a row of `units` units. Every CTA gets at least one warp of them.
 
@@ -338,7 +297,3 @@ def norm_grid(units: int, max_ctas: int = NORM_CTAS, max_threads: int = NORM_THR
     if -(-units // (ctas * threads)) * threads > min(NORM_PACKETS, NORM_UNITS * threads):
         raise ValueError(f"a row of {units * UNIT_BYTES} bytes is too long for a norm of {ctas} CTAs of {threads} threads")
     return ctas, threads
-
-
-def _is_aligned(num_bytes: int, *tensors: torch.Tensor) -> bool:
-    return all(tensor.data_ptr() % num_bytes == 0 for tensor in tensors)

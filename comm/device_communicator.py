@@ -12,7 +12,7 @@ import torch
 
 from comm.choice_table import LAMPORT, NCCL, describe, describe_forced, pick
 from comm.controlled import ControlledCommunicator
-from comm.device_collectives import ELEMS, DeviceCollectives
+from comm.device_collectives import DeviceCollectives
 from comm.device_kernels import load_signal
 from comm.device_signal import DeviceSignalChannel
 from comm.device_vocabulary import DeviceVocabulary
@@ -23,6 +23,7 @@ from comm.heap import DeviceHeap
 from comm.nccl_group import NcclGroup
 from comm.stream_deadline import StreamDeadline
 from kernels.build import Build
+from kernels.elements import ELEMS
 from launch.errors import ConnectError, DoorbellError, PeerLost
 
 STREAM_GRACE_S = 10.0  # of a stream's deadline beyond that of kernels, which can say for whom they waited

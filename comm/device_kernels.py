@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from comm.device_collectives import ELEMS, SOURCES
+from comm.device_collectives import SOURCES
 from comm.device_params import LamportParams, NormParams, OneShotParams, SentinelParams, TwoShotNormParams, TwoShotParams
 from comm.device_signal import MoveParams, RelayParams
 from comm.device_vocabulary import ArgmaxParams, DrawParams, GatherParams
 from comm.link_echo import EchoParams
 from kernels.build import HEADERS, Build
+from kernels.elements import ELEMS
 from kernels.launch_kernel import Kernel, load
 
 ENTRY_POINTS = {

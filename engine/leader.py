@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 
@@ -25,34 +24,9 @@ from engine.step_message import StepMessage
 from engine.stop_strings import StopStrings
 from engine.text import Text
 from engine.token_rules import TokenRules
+from engine.trial import Trial
 
 NOT_A_NUMBER = "the model's logits are not finite numbers"
-
-
-@dataclass(eq=False)
-class Trial:
-    """What a step says about the next tokens of a row: fp32 `logits` `[1 + number of drafts, num_used_ids]`, in order.
-
-    `token_ids` are the tokens chosen so far. The next logits are good as long as these are the drafts.
-    """
-
-    sample: Sample
-    row: ScheduledRow
-    logits: torch.Tensor
-    token_ids: list[int] = field(default_factory=list)
-
-    @property
-    def next_logits(self) -> torch.Tensor:
-        return self.logits[len(self.token_ids)]
-
-    @property
-    def num_accepted(self) -> int:
-        """Drafts that were chosen."""
-        return sum(token_id == draft_id for token_id, draft_id in zip(self.token_ids, self.row.draft_ids))
-
-    @property
-    def is_good(self) -> bool:
-        return self.num_accepted == len(self.token_ids)
 
 
 class Leader:

@@ -11,7 +11,7 @@ from engine.cost.constants import Values
 from engine.cost.gpus import Gpu
 from engine.cost.shard import Shard
 from engine.graph.cuda_operators import FUSED_ROWS
-from engine.graph.prefill import tokens_worth_a_graph
+from engine.graph.step_shape import tokens_worth_a_graph
 
 US = 1e6  # in a second
 GRAPH, KERNELS = "graph", "kernels"  # ways to start a step, as `Engine.prefill_step` names them

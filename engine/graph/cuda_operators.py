@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from comm.device_collectives import UNIT_BYTES, norm_grid
+from comm.device_checks import UNIT_BYTES
+from comm.device_collectives import norm_grid
 from comm.device_communicator import DeviceCommunicator
 from comm.device_single import DeviceSingle
 from engine.eager import EagerStep

@@ -12,10 +12,11 @@ from comm.communicator import Communicator
 from engine.eager import EagerStep
 from engine.graph.cuda_operators import FUSED_ROWS, open_operators
 from engine.graph.drafters import HandedDrafts, ModelDrafts, NgramDrafts
-from engine.graph.prefill import GraphPrefill, PrefillStep, tokens_worth_a_graph
+from engine.graph.prefill import GraphPrefill, PrefillStep
 from engine.graph.row_state import RowState, Speculable
 from engine.graph.speculative_step import DeviceDrafter
 from engine.graph.step import BurstBackend, GraphStep, buckets_for
+from engine.graph.step_shape import tokens_worth_a_graph
 from engine.profile.step_profiler import NO_PROFILER, StepProfiler
 from engine.scheduler import Limits
 from engine.settings import MAX_ADAPTIVE_DRAFTS, EngineSettings

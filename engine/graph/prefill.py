@@ -16,7 +16,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -24,6 +23,16 @@ from engine.graph.chunk_tokens import ChunkTokens, chunk_tokens, count_single
 from engine.graph.operators import Operators
 from engine.graph.prefill_step import prefill_step
 from engine.graph.row_state import PADDING
+from engine.graph.step_shape import (
+    BUCKETS,
+    MANY_STEPS,
+    MAX_SQUARE_TOKENS,
+    MOST_STRETCH,
+    SINGLE_BUCKETS,
+    StepShape,
+    buckets_up_to,
+    prompts_in,
+)
 from engine.profile.marks import NO_MARKS, Marks
 from engine.rope import inverse_frequencies
 from engine.scheduler import Limits
@@ -31,51 +40,6 @@ from engine.step_batch import StepBatch
 from kernels.chunk_attention import Chunk, PackedRows, takes_flash
 from kernels.rotary import rotary_turns
 from kernels.rotary_write import NO_SLOT
-
-# New tokens of a captured step. Denser from 128 on, where multiplications begin to outweigh the reading of the weights, so that
-# padding costs time.
-BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-MAX_SQUARE_TOKENS = 512  # where attention of packed rows takes a square of them
-# To launch a layer of such a step takes the host so long, and the device reaches this rate meanwhile (7B, prompts of 512 and 2048
-# tokens): steps that are shorter than their launches gain by a graph, longer ones only lose by padding.
-LAYER_LAUNCHES_S, PREFILL_FLOP_S = 0.38e-3, 650e12
-FP8_SPEED = 2.0  # of products of FP8 with FP8, at least; with as many launches, so that longer steps gain
-# Rows that decode beside them. Few, for there is a graph of each with each bucket, and such a row costs little.
-SINGLE_BUCKETS = (4, 16, 64, 256)
-TOKENS_A_PROMPT, LEAST_PROMPTS = 16, 4  # prompts that a bucket has room for: one in so many tokens, and a few at the least
-# A captured shape of up to so many times the tokens stands in for one that is not captured, for as many steps.
-MOST_STRETCH, MANY_STEPS = 1.5, 32
-
-
-def buckets_up_to(num_tokens: int) -> tuple[int, ...]:
-    """The buckets for up to `num_tokens` new tokens; more than those of the last bucket take none."""
-    return tuple(bucket for idx, bucket in enumerate(BUCKETS) if num_tokens > (BUCKETS[idx - 1] if idx else 0))
-
-
-def tokens_worth_a_graph(layer_elems: int, is_fp8: bool = False) -> int:
-    """The most new tokens of a step that a graph makes faster. `layer_elems`: of a layer's matrices, on this rank; `is_fp8`:
-    which are multiplied as FP8."""
-    border = LAYER_LAUNCHES_S * PREFILL_FLOP_S * (FP8_SPEED if is_fp8 else 1.0) / (2 * layer_elems)
-    return max((bucket for bucket in BUCKETS if bucket <= border), default=0)
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """A captured step: `num_single` rows of one token that decode, padding included, and behind them `num_tokens` tokens of up to
-    `num_prompts` prompts of which nothing is cached, the rest padding. Each row gives the logits of its last token."""
-
-    num_single: int
-    num_tokens: int
-    num_prompts: int
-
-    @property
-    def num_logits(self) -> int:
-        return self.num_single + self.num_prompts
-
-    def holds(self, other: StepShape) -> bool:
-        """Whether steps of `other` can be padded to this one."""
-        is_wide = self.num_single >= other.num_single and self.num_prompts >= other.num_prompts
-        return is_wide and self.num_tokens >= other.num_tokens
 
 
 class PrefillStep:
@@ -130,7 +94,7 @@ class _BucketedPrefill(PrefillStep, ABC):
         # What captured steps read, in the order of their tokens.
         self._token_ids, self._positions, self._slots = full(0, width), full(0, width), full(NO_SLOT, width)
         self._page_table = full(0, most_single, max_pages, dtype=torch.int32)
-        most_prompts = _prompts_in(longest)
+        most_prompts = prompts_in(longest)
         self._starts = full(0, most_prompts + 2, dtype=torch.int32)  # of the prompts, of the padding behind them, and its end
         self._logit_idx = full(0, most_single + most_prompts)
         self._in_order = torch.arange(longest, device=device)
@@ -143,7 +107,7 @@ class _BucketedPrefill(PrefillStep, ABC):
         if not lengths or num_tokens > self._graph_tokens or num_single > self._singles[-1]:
             return None
         for bucket in self._buckets:
-            num_prompts = 1 if is_alone else _prompts_in(bucket)
+            num_prompts = 1 if is_alone else prompts_in(bucket)
             if bucket >= num_tokens and num_prompts >= len(lengths):
                 return StepShape(next(single for single in self._singles if single >= num_single), bucket, num_prompts)
         return None
@@ -237,10 +201,6 @@ class _BucketedPrefill(PrefillStep, ABC):
     @abstractmethod
     def _run(self, shape: StepShape) -> torch.Tensor:
         """Logits `[shape.num_logits, local_vocab]` of the step on what is in the buffers."""
-
-
-def _prompts_in(bucket: int) -> int:
-    return max(LEAST_PROMPTS, bucket // TOKENS_A_PROMPT)
 
 
 class TwinPrefill(_BucketedPrefill):

@@ -10,7 +10,8 @@ import torch
 
 from comm.single import SingleCommunicator
 from engine.graph.operators import TorchOperators
-from engine.graph.prefill import BUCKETS, MANY_STEPS, GraphPrefill, StepShape, TwinPrefill, buckets_up_to, tokens_worth_a_graph
+from engine.graph.prefill import GraphPrefill, TwinPrefill
+from engine.graph.step_shape import BUCKETS, MANY_STEPS, StepShape, buckets_up_to, tokens_worth_a_graph
 from engine.replica import build_batch
 from engine.scheduler import Limits, ScheduledRow
 from engine.sequence import Sequence

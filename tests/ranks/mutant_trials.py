@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from comm.device_collectives import ELEMS, EPOCH_WORDS, Capacity, DeviceCollectives, layout_for
+from comm.device_collectives import EPOCH_WORDS, Capacity, DeviceCollectives, layout_for
 from comm.device_kernels import ENTRY_POINTS, SIGNAL_ENTRY_POINTS
 from comm.device_signal import DeviceSignalChannel
 from comm.device_watch import DeviceWatch
@@ -18,6 +18,7 @@ from comm.heap_ipc import IpcHeap
 from comm.process_group import ProcessGroup
 from comm.stream_deadline import StreamDeadline
 from kernels.build import HEADERS, Build
+from kernels.elements import ELEMS
 from kernels.launch_kernel import load
 from launch.errors import PeerTimeout
 from launch.world import World
