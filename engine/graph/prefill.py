@@ -45,8 +45,11 @@ from kernels.rotary_write import NO_SLOT
 class PrefillStep:
     """`StepBackend` on `operators`, without graphs. *Collective*: `run`. `description`: for the start summary.
 
-    `max_context`: tokens of the longest row. *Cost*: a table of as many positions.
+    `max_context`: tokens of the longest row. *Cost*: a table of as many positions. `num_captured`: shapes of steps that there are
+    graphs of, the same on all ranks.
     """
+
+    num_captured = 0
 
     def __init__(self, operators: Operators, max_context: int):
         self._operators, self.kv = operators, operators.kv
@@ -245,6 +248,10 @@ class GraphPrefill(_BucketedPrefill):
         if stand_ins and self._num_asked[shape] <= MANY_STEPS:
             return min(stand_ins, key=lambda made: (made.num_single + made.num_tokens, made.num_prompts))
         return shape if self._num_asked[shape] > 1 else None
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._graphs)
 
     def _run(self, shape: StepShape) -> torch.Tensor:
         if shape not in self._graphs:

@@ -9,7 +9,8 @@ import torch
 from click.testing import CliRunner
 
 from comm.threads import run_ranks
-from engine.bench.drift import PARTS, Drift, Finishes, Tenth, describe, draw_parts, main, make_record, run_long
+from engine.bench import drift
+from engine.bench.drift import MOST_WARM_UPS, PARTS, Drift, Finishes, Tenth, describe, draw_parts, main, make_record, run_long
 from engine.bench.load import Case, open_engine
 from engine.bench.throughput import TokenLog
 from engine.bench.token_hashes import TokenHashes
@@ -128,6 +129,15 @@ def test_record_and_description():
     strayed = Drift(tenths, 90, (33, [1, 5]))
     assert not make_record(CASE, requests, strayed, 2.0, "graph", "ipc").checked
     assert "DIFFERENT from step 33 on, on ranks 1, 5" in "\n".join(describe(strayed, 100, 8))
+
+
+@pytest.mark.parametrize("captured, num_runs", (([0], 1), ([3, 5, 5], 3), ([1, 2, 3, 4, 5, 6, 7, 8], MOST_WARM_UPS)))
+def test_the_warm_up_ends_when_nothing_is_captured_any_more(captured, num_runs, monkeypatch):
+    engine, runs = object(), []
+    monkeypatch.setattr(drift, "num_captured", lambda _: 0 if not runs else captured[len(runs) - 1])
+    monkeypatch.setattr(drift, "run_once", lambda _, prompts, outputs: runs.append((len(prompts), len(outputs))))
+    drift.warm_up(engine, draw_parts(random.Random(0), 10, 8, 32, 99))
+    assert runs == [(40, 40)] * num_runs
 
 
 def test_the_command():
