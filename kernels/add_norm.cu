@@ -3,6 +3,7 @@
 // Numbers: those of `kernels/rms_norm.py` after the addition: the sum is rounded, the norm is taken of the rounded sum in fp32,
 // rounded, times the weight, rounded.
 #include "dependents.cuh"
+#include "sum_of_cta.cuh"
 #include "types.cuh"
 
 constexpr int WIDTH = 16 / sizeof(elem_bits);
@@ -21,26 +22,13 @@ struct AddNormParams {
     float eps;
 };
 
-// The sum of `value` over the CTA, on every thread.
-__device__ __forceinline__ float sum_of_cta(float value) {
-    __shared__ float sums[32];
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int lanes = 16; lanes; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
-    if (lane == 0) sums[warp] = value;
-    __syncthreads();
-    value = lane < blockDim.x / 32 ? sums[lane] : 0.0f;
-#pragma unroll
-    for (int lanes = 16; lanes; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
-    return value;
-}
-
 // A CTA a row, of whole warps.
 extern "C" __global__ void __launch_bounds__(512) add_norm(const __grid_constant__ AddNormParams p) {
     const Vector* x = reinterpret_cast<const Vector*>(p.x) + static_cast<long>(blockIdx.x) * p.vectors;
     Vector* residual = reinterpret_cast<Vector*>(p.residual) + static_cast<long>(blockIdx.x) * p.vectors;
     Vector* out = reinterpret_cast<Vector*>(p.out) + static_cast<long>(blockIdx.x) * p.vectors;
     const Vector* weight = reinterpret_cast<const Vector*>(p.weight);
+    __shared__ float sums[32];
     Vector own[VECTORS], added[VECTORS];
     wait_for_prerequisites();
     let_dependents_start();
@@ -62,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(512) add_norm(const __grid_constant
         }
         residual[i] = own[k];
     }
-    const float scale = rsqrtf(sum_of_cta(squares) / static_cast<float>(p.vectors * WIDTH) + p.eps);
+    const float scale = rsqrtf(sum_of_cta(squares, sums) / static_cast<float>(p.vectors * WIDTH) + p.eps);
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) {
         const u32 i = threadIdx.x + k * blockDim.x;

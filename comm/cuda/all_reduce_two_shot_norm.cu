@@ -9,6 +9,7 @@
 //
 // Numbers: fp32 sums in rank order, rounded; then as `kernels/add_norm.cu`. The residual of a row is up to date on its rank
 // alone.
+#include "sum_of_cta.cuh"
 #include "wait.cuh"
 
 #define SITE_TWO_SHOT_NORM_BEGIN 13
@@ -50,22 +51,9 @@ __device__ __forceinline__ void meet(const TwoShotNormParams& p, u32 barrier, u3
     __syncthreads();
 }
 
-// The sum of `value` over the CTA, on every thread. `sums`: another one than in the call before.
-__device__ __forceinline__ float sum_of_cta(float value, float* sums) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int lanes = 16; lanes; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
-    if (lane == 0) sums[warp] = value;
-    __syncthreads();
-    value = lane < blockDim.x / 32 ? sums[lane] : 0.0f;
-#pragma unroll
-    for (int lanes = 16; lanes; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
-    return value;
-}
-
 // A CTA takes whole rows, with whole warps.
 extern "C" __global__ void __launch_bounds__(512, 2) all_reduce_two_shot_norm(const __grid_constant__ TwoShotNormParams p) {
-    __shared__ float sums[2][16];
+    __shared__ float sums[2][16];  // in turn: of the row before they may still be read
     wait_for_prerequisites();
     const u32 epoch = next_call(ld_relaxed_sys(p.epochs + blockIdx.x));
     const u32 share = (p.rows + p.size - 1) / p.size;

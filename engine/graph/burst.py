@@ -2,12 +2,14 @@
 
 The tokens of a step are the input of the next one, on the device. Rank 0 reads them in order and treats each as if it had chosen
 it itself, so answers do not depend on bursts. What it read goes to the other ranks in its next message, like any token. That
-message may *continue* the burst: it is sent when the last few steps still run, so the device never waits for the host. When
-anything changes (a row ended or came), rank 0 reads on to the last step that was launched, and the burst is over. What a row that
-has ended was computed beyond its end counts nowhere: its tokens are not taken, and its pages are given back.
+message may *continue* the burst: it is sent when the last few steps still run, so the device never waits for the host. Nor does
+it when rows join or leave: the burst is over then, but the step behind it is launched before the last of its tokens are read, and
+takes them from the device (`engine.burst_reader`). Where rank 0 has a part in the choice, where pages are short, and with drafts,
+all is read first. What a row that has ended was computed beyond its end counts nowhere: its tokens are not taken, and its pages
+are given back.
 
-A burst may go on from a step beside bursts, one that lets rows in, if that gives every row a token and nobody else could join. It
-is the first of the burst then, chosen on the device like the others: between prefill and decode the device waits for nobody.
+A step beside bursts, one that lets rows in, is the first of a burst where the device chooses its tokens. The burst goes on at
+once if every row has a token and nobody else could join.
 
 With drafts (`engine.graph.speculative_step`) a step gives each row one token or more. How many, the host learns when it reads
 them; until then it counts with the most.

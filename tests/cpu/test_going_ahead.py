@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from engine.burst_reader import BurstReader, Way
-from engine.graph.burst import MAX_BURST_STEPS
+from engine.graph.burst import MAX_BURST_STEPS, Burst
 from engine.graph.row_state import RowState
+from engine.pages import PagePool
 from engine.replica import Replica
+from engine.scheduler import Limits, Scheduler
 from engine.sequence import Sequence
-from tests.cpu.engine_harness import answer, request
+from tests.cpu.engine_harness import answer, request, twin_bursts
 from tests.cpu.test_burst import VOCAB, DripSource, compare, prompts
 from tests.cpu.tiny import make_model, save_model
 
@@ -104,8 +107,6 @@ def test_samples_and_prefixes_are_found(model, ways):
 def test_no_row_loses_its_pages_while_its_tokens_are_unknown(model, ways, monkeypatch):
     texts = prompts(6, longest=30, seed=4)
     page = 2 * 2 * 16 * 16 * 4 * 2  # two layers, keys and values, 16 tokens, two heads of 16 floats
-    from engine.scheduler import Scheduler
-
     preempt, lost = Scheduler._preempt, []
 
     def note(scheduler, sequence):
@@ -121,8 +122,6 @@ def test_no_row_loses_its_pages_while_its_tokens_are_unknown(model, ways, monkey
 
 def compare_any(model, make_requests, **settings) -> None:
     """As `compare`, where preemptions may fall elsewhere."""
-    from tests.cpu.engine_harness import twin_bursts
-
     plain = answer(model, make_requests(), **settings)
     assert answer(model, make_requests(), bursts=twin_bursts, **settings).answers == plain.answers
 
@@ -130,8 +129,6 @@ def compare_any(model, make_requests, **settings) -> None:
 @pytest.mark.parametrize("after", range(3, 24, 3))
 def test_an_interrupt_while_tokens_are_unread(model, after):
     """Everybody leaves with the same code, and all pages come back (`answer` checks that)."""
-    from tests.cpu.engine_harness import twin_bursts
-
     calls = iter(range(1000))
     run = answer(
         model, mixed(12), 2, bursts=twin_bursts, interrupt=lambda: 130 if next(calls) == after else None, max_batch=3
@@ -140,8 +137,6 @@ def test_an_interrupt_while_tokens_are_unread(model, after):
 
 
 def test_rows_that_arrive_late_join_without_a_wait(model, ways):
-    from tests.cpu.engine_harness import twin_bursts
-
     rows = [request(text, idx, max_tokens=25) for idx, text in enumerate(prompts(6, seed=9))]
     plain = answer(model, [request(text, idx, max_tokens=25) for idx, text in enumerate(prompts(6, seed=9))])
     ways.clear()
@@ -165,12 +160,6 @@ def test_a_step_reads_the_device_s_own_tokens_and_the_host_knows_none(model, mon
 
 def test_the_room_for_a_step_counts_all_that_runs():
     """A prompt in chunks has tokens still to compute: its pages are spoken for when the next step is scheduled unread."""
-    from types import SimpleNamespace
-
-    from engine.graph.burst import Burst
-    from engine.pages import PagePool
-    from engine.scheduler import Limits, Scheduler
-
     scheduler = Scheduler(Limits(4, 16, 256), PagePool(4, 16, False))
     decoding, prefilling = Sequence(0, [3] * 15, 15, 256), Sequence(1, [5] * 40, 40, 256)
     for sequence in (decoding, prefilling):

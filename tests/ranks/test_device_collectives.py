@@ -110,14 +110,33 @@ def check_many_calls(rank: int, size: int, num_calls: int, heap_kind: str = "ipc
         assert mismatches.item() == 0
 
 
+def replays(world, rank: int, body: Callable[[], None], count: int) -> Iterator[tuple[int, Callable[[], None]]]:
+    """Numbers from 0, and what replays `body`, captured in a graph, each time, now and then late. On a stream of its own."""
+    stream, graph, mine = torch.cuda.Stream(), torch.cuda.CUDAGraph(), random.Random(rank)
+
+    def run() -> None:
+        if mine.random() < 0.1:
+            torch.cuda._sleep(mine.randrange(10**6))
+        graph.replay()
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        body()
+        torch.cuda.synchronize()
+        world.agree(None)
+        with torch.cuda.graph(graph, stream=stream):
+            body()
+        for replay in range(count):
+            yield replay, run
+        torch.cuda.synchronize()
+
+
 def check_graph(rank: int, size: int, heap_kind: str = "ipc") -> None:
     from tests.ranks.device_world import device_world
 
     n = 8192
     with device_world(rank, size, heap_kind=heap_kind) as world:
         x, out = torch.empty(n, device="cuda", dtype=torch.bfloat16), torch.empty(n, device="cuda", dtype=torch.bfloat16)
-        stream = torch.cuda.Stream()
-        graph = torch.cuda.CUDAGraph()
 
         def body() -> None:
             for name in ALGORITHMS:
@@ -125,25 +144,19 @@ def check_graph(rank: int, size: int, heap_kind: str = "ipc") -> None:
                 x.copy_(out * 0.25)
 
         x.fill_(1.0)
-        with torch.cuda.stream(stream):
-            body()
-            torch.cuda.synchronize()
-            world.agree(None)
-            with torch.cuda.graph(graph, stream=stream):
-                body()
-            for replay in range(300):
-                parts = [part(peer, replay, n, torch.bfloat16) for peer in range(size)]
-                x.copy_(parts[rank])
-                graph.replay()
-                wanted = expected_sum(parts)
-                for _ in ALGORITHMS[1:]:
-                    quarter = wanted * 0.25
-                    wanted = expected_sum([quarter] * size)
-                assert torch.equal(bits(out), bits(wanted)), replay
-                if replay % 7 == 0:  # eager calls between replays go on counting
-                    y = part(rank, replay, 512, torch.bfloat16)
-                    world.collectives.all_reduce_lamport(y)
-                    assert torch.equal(bits(y), bits(expected_sum([part(p, replay, 512, torch.bfloat16) for p in range(size)])))
+        for replay, run in replays(world, rank, body, 300):
+            parts = [part(peer, replay, n, torch.bfloat16) for peer in range(size)]
+            x.copy_(parts[rank])
+            run()
+            wanted = expected_sum(parts)
+            for _ in ALGORITHMS[1:]:
+                quarter = wanted * 0.25
+                wanted = expected_sum([quarter] * size)
+            assert torch.equal(bits(out), bits(wanted)), replay
+            if replay % 7 == 0:  # eager calls between replays go on counting
+                y = part(rank, replay, 512, torch.bfloat16)
+                world.collectives.all_reduce_lamport(y)
+                assert torch.equal(bits(y), bits(expected_sum([part(p, replay, 512, torch.bfloat16) for p in range(size)])))
 
 
 def check_norm(rank: int, size: int, heap_kind: str = "ipc") -> None:
@@ -185,27 +198,6 @@ def check_norm_of_parts(rank: int, size: int, heap_kind: str = "ipc") -> None:
                 world.collectives.all_reduce_lamport_norm(sums, found[0], weight, 1e-6, found[1], is_next_early=True)
                 assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, wanted)), (dtype, num_parts, rows, hidden)
                 assert not wanted[1].isnan().any() and torch.equal(bits(sums), bits(before))
-
-
-def replays(world, rank: int, body: Callable[[], None], count: int) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Numbers from 0, and what replays `body`, captured in a graph, each time, now and then late. On a stream of its own."""
-    stream, graph, mine = torch.cuda.Stream(), torch.cuda.CUDAGraph(), random.Random(rank)
-
-    def run() -> None:
-        if mine.random() < 0.1:
-            torch.cuda._sleep(mine.randrange(10**6))
-        graph.replay()
-
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        body()
-        torch.cuda.synchronize()
-        world.agree(None)
-        with torch.cuda.graph(graph, stream=stream):
-            body()
-        for replay in range(count):
-            yield replay, run
-        torch.cuda.synchronize()
 
 
 def check_norms_of_two_models(rank: int, size: int, heap_kind: str = "ipc") -> None:
