@@ -71,7 +71,7 @@ def _open_device(site: Site, reason: str, open_heap: Callable[[Layout], DeviceHe
     failure = None
     try:
         kernels = load_collectives(Build(default_cache_folder()))
-        device_watch = DeviceWatch(DEVICE_DEADLINE_S)
+        device_watch = DeviceWatch(DEVICE_DEADLINE_S, site.standing.ranks_per_gpu)
     except ImportError as error:
         failure = f"{error}; install the cuda12 or cuda13 extra"
     except DoorbellError as error:

@@ -183,7 +183,7 @@ class DeviceCollectives:
             parts = (0, 0, 0) if x.dim() == 2 else (x[0, part].data_ptr(), rows * hidden, x.shape[0])
             params = NormParams(
                 reduce, residual[part].data_ptr(), normed[part].data_ptr(), weight.data_ptr(), eps, hidden, *parts,
-                is_next_early and self._most_threads is None,
+                is_next_early,
             )  # fmt: skip
             self._launch("all_reduce_lamport_norm", residual.dtype, own.shape[0] * ctas, threads, params, cluster=ctas)
         return normed

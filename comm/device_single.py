@@ -27,7 +27,7 @@ class DeviceSingle:
     def __init__(self, build: Build, device: int, ranks_per_gpu: int = 1):
         self.is_one_rank_per_gpu = ranks_per_gpu == 1
         kernels = load_collectives(build)
-        self._watch = DeviceWatch(_DEADLINE_S)
+        self._watch = DeviceWatch(_DEADLINE_S, ranks_per_gpu)
         self._heap = IpcHeap(0, 1, device, layout_for(1, _CAPACITY), lambda value: [value])
         self.collectives = DeviceCollectives(self._heap, self._watch, kernels, _CAPACITY, ranks_per_gpu=ranks_per_gpu)
         self.vocabulary = DeviceVocabulary(self._heap, self._watch, kernels, ranks_per_gpu=ranks_per_gpu)

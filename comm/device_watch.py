@@ -33,13 +33,18 @@ class _Record(ctypes.Structure):
 class WatchParams(ctypes.Structure):
     """`Watch` of `comm/cuda/wait.cuh`."""
 
-    _fields_ = [("record", ctypes.c_uint64), ("aborted", ctypes.c_uint64), ("limit_ns", ctypes.c_uint64)]
+    _fields_ = [
+        ("record", ctypes.c_uint64), ("aborted", ctypes.c_uint64), ("limit_ns", ctypes.c_uint64), ("is_shared", ctypes.c_uint32),
+    ]  # fmt: skip
 
 
 class DeviceWatch:
-    """One rank's record. `params` goes into every kernel that waits, each for up to `limit_s`; `check` after results matter."""
+    """One rank's record. `params` goes into every kernel that waits, each for up to `limit_s`; `check` after results matter.
 
-    def __init__(self, deadline_s: float):
+    `ranks_per_gpu`: above 1, no kernel starts early behind one that waits.
+    """
+
+    def __init__(self, deadline_s: float, ranks_per_gpu: int = 1):
         import cupy
 
         self._memory = cupy.cuda.PinnedMemory(ctypes.sizeof(_Record), cupy.cuda.runtime.hostAllocMapped)
@@ -49,7 +54,7 @@ class DeviceWatch:
         self._aborted = cupy.cuda.Memory(256)
         cupy.cuda.runtime.memset(self._aborted.ptr, 0, 256)
         # With unified addressing the device finds host-mapped memory at the host's own address.
-        self.params = WatchParams(self._memory.ptr, self._aborted.ptr, int(deadline_s * 1e9))
+        self.params = WatchParams(self._memory.ptr, self._aborted.ptr, int(deadline_s * 1e9), ranks_per_gpu > 1)
 
     def give_up(self, site: int, epoch: int, peer: int, seen: int, expected: int) -> None:
         """Record from the host that a wait of this rank expired, unless a kernel already has. `check` raises from here on."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.build import HEADERS, Build
-from kernels.gemv_choice import IN_FLIGHT_BYTES, LIBRARY, WAYS, Product, likely_ways, measured_way
+from kernels.gemv_choice import LIBRARY, WAYS, Pace, Product, likely_ways, measured_pace, measured_way
 from kernels.gemv_groups import BOX, GemvGroupsParams, GroupsPlan, load_gemv_groups, plan_groups
 from kernels.gemv_rows import GemvRowsParams, RowsPlan, load_gemv_rows, plan_rows
 from kernels.launch_kernel import Kernel, load
@@ -121,15 +121,15 @@ class Gemv:
 
     `is_pdl`: a launch may start while the kernel before it runs. Not where ranks share a GPU: a product that waits early holds
     shared memory that a peer's product may need first. `ways`: of these names of `WAYS`, the first that can is taken, instead of
-    what was measured to be the fastest. `in_flight_bytes`: of weights that are asked for at once, for each SM.
+    what was measured to be the fastest; `pace` likewise.
     """
 
     def __init__(
         self, kernels: dict[Any, Kernel], num_sms: int, is_pdl: bool = True, ways: tuple[str, ...] | None = None,
-        in_flight_bytes: int = IN_FLIGHT_BYTES,
+        pace: Pace | None = None,
     ):  # fmt: skip
         self._kernels, self._num_sms, self._is_pdl, self._ways = kernels, num_sms, is_pdl, ways
-        self._in_flight_bytes = in_flight_bytes
+        self._pace = pace
         self._plans: dict[tuple[Product, int | None], Plan | None] = {}
         self._names: dict[tuple[Product, int | None], str] = {}
         self._maps: dict[tuple[int, torch.Size, int, int, int], Any] = {}
@@ -209,15 +209,20 @@ class Gemv:
         """Of `WAYS`, or `LIBRARY`: how one of `products` is made."""
         return self._names.get((product, None), LIBRARY)
 
-    def choose(self, product: Product, way: str) -> bool:
-        """For benches: make `product` by `way` from the next launch on. False, and nothing changes, if it cannot be."""
-        plan = None if way == LIBRARY else self._plan_of(way, product, None)
+    def plan_of(self, product: Product) -> Plan | None:
+        """How one of `products` is dealt out; None for a library."""
+        return self._plans[product, None]
+
+    def choose(self, product: Product, way: str, pace: Pace | None = None) -> bool:
+        """For benches: make `product` by `way` from the next launch on, at the measured pace or at `pace`. False, and nothing
+        changes, if it cannot be."""
+        plan = None if way == LIBRARY else self._plan_of(way, product, None, pace)
         if plan is None and way != LIBRARY:
             return False
         self._plans[product, None], self._names[product, None] = plan, way
         return True
 
-    def _plan_of(self, name: str, product: Product, num_splits: int | None) -> Plan | None:
+    def _plan_of(self, name: str, product: Product, num_splits: int | None, pace: Pace | None = None) -> Plan | None:
         way = WAYS[name]
         case = (product.rows, product.inner, product.out, product.elem_bytes)
         rest = (product.is_gate_up, num_splits)
@@ -225,7 +230,8 @@ class Gemv:
             return plan_gemv(*case, self._num_sms, *rest)
         rest = (self._num_sms * way.ctas_per_sm, *rest, way.shared_bytes)
         plan = plan_groups(*case, *rest, way.groups) if way.kernel == "groups" else plan_rows(*case, *rest)
-        return None if plan is None else plan.paced(self._in_flight_bytes // way.ctas_per_sm)
+        pace = pace or self._pace or measured_pace(product)
+        return None if plan is None else plan.paced(*((kib << 10) // way.ctas_per_sm for kib in (pace.first, pace.later)))
 
     def _launch(
         self, plan: Plan, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor | None,
@@ -237,14 +243,14 @@ class Gemv:
             boxes = self._map(data, BOX, plan.box_rows, True)
             params = GemvGroupsParams(
                 boxes, *operands, rows, inner, out, plan.tiles, plan.boxes, plan.box_rows, plan.half_rows, plan.slots,
-                plan.slot_bytes, plan.in_flight,
+                plan.slot_bytes, plan.in_flight_first, plan.in_flight,
             )  # fmt: skip
             kernel = self._kernels["groups", scale is not None, is_gate_up, plan.groups]
             threads, shared_bytes = plan.threads, plan.shared_bytes
         elif isinstance(plan, RowsPlan):
             params = GemvRowsParams(
                 data.data_ptr(), *operands, inner, out, plan.num_splits, plan.part_bytes, plan.segment, plan.chunk_rows,
-                plan.slots, plan.in_flight, plan.slot_bytes,
+                plan.slots, plan.in_flight_first, plan.in_flight, plan.slot_bytes,
             )  # fmt: skip
             kernel = self._kernels[scale is not None, is_gate_up, rows]
             threads, shared_bytes = plan.threads, plan.shared_bytes

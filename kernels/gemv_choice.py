@@ -1,8 +1,8 @@
-"""Which way a product is made: by a measured table where the shape is in it, else by what measurements suggest.
+"""Which way a product is made, and at what pace: by a measured table where the shape is in it, else by what measurements suggest.
 
 `gemv_choices.json` is made from a run: `python -m engine.bench.gemv --choices kernels/gemv_choices.json`. Its keys are those of
 `Product.key`, its values names of `WAYS`, or `LIBRARY`. Those of the steps in `refined` were put right in the step itself, by
-`engine.bench.step_products`.
+`engine.bench.step_products`, and so was all of `paces`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 TABLE = Path(__file__).parent / "gemv_choices.json"
 LIBRARY = "library"  # cuBLAS through torch
-IN_FLIGHT_BYTES = 64 << 10  # an H200 brings 34 KB an SM in a us, and takes about one to answer
 ROW_BUCKETS = (1, 2, 4, 8, 16)  # a number of rows counts as the next of these
 
 
@@ -30,6 +30,16 @@ class Way:
     ctas_per_sm: int
     shared_bytes: int
     groups: int = 2  # warpgroups of `gemv_groups`
+
+
+
+@dataclass(frozen=True)
+class Pace:
+    """KiB of weights that are asked for at once, for each SM: `first` until the ring is full for the first time, when small
+    kernels may still run before the product, and `later` behind that."""
+
+    first: int = 64  # an H200 brings 34 KB an SM in a us, and takes about one to answer
+    later: int = 64
 
 
 WAYS = {
@@ -64,13 +74,18 @@ class Product:
 
 
 @cache
-def _table() -> dict[str, str]:
-    return json.loads(TABLE.read_text())["ways"]
+def _table() -> dict[str, Any]:
+    return json.loads(TABLE.read_text())
 
 
 def measured_way(product: Product) -> str | None:
     """The fastest way for this shape, or None if it was not measured."""
-    return _table().get(product.key)
+    return _table()["ways"].get(product.key)
+
+
+def measured_pace(product: Product) -> Pace:
+    """That at which a step with this shape was fastest; the usual one if that was not measured."""
+    return Pace(*_table().get("paces", {}).get(product.key, ()))
 
 
 def likely_ways(product: Product) -> tuple[str, ...]:

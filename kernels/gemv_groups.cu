@@ -48,7 +48,8 @@ struct GemvGroupsParams {
     u32 half_rows;           // box_rows rounded up to 8
     u32 slots;
     u32 slot_bytes;          // a multiple of 1024
-    u32 in_flight;           // boxes of a group that may be under way at once, up to its slots
+    u32 in_flight_first;     // boxes of a group that may be under way at once until its slots are full for the first time
+    u32 in_flight;           // the same behind that, up to its slots
 };
 
 __device__ __forceinline__ void copy_box(u32 target, const TensorMap& map, u32 byte, u32 row, u32 barrier) {
@@ -61,10 +62,12 @@ __device__ __forceinline__ void copy_box(u32 target, const TensorMap& map, u32 b
 // would take longer than the bytes of small boxes do.
 __device__ __forceinline__ void stream_weights(const GemvGroupsParams& p, u32 group, u32 ring, u32 full, u32 empty) {
     u32 slot = group, parity = 1, box = group;  // a new barrier passes a wait for the phase before its first
-    u32 arriving = group, arriving_parity = 0, count = 0;
+    u32 arriving = group, arriving_parity = 0, count = 0, under_way = 0;
     for (u32 tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         for (; box < p.boxes; box += GROUPS) {
-            if (count++ >= p.in_flight) {  // see `gemv_rows.cu`
+            if (under_way < (count++ < p.slots / GROUPS ? p.in_flight_first : p.in_flight)) {  // see `gemv_rows.cu`
+                ++under_way;
+            } else {
                 wait_phase(full + arriving * 8, arriving_parity);
                 arriving += GROUPS;
                 if (arriving >= p.slots) arriving = group, arriving_parity ^= 1;

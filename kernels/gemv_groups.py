@@ -25,7 +25,8 @@ class GemvGroupsParams(ctypes.Structure):
         ("sums", ctypes.c_uint64), ("product", ctypes.c_uint64), ("rows", ctypes.c_uint32), ("in_", ctypes.c_uint32),
         ("out", ctypes.c_uint32), ("tiles", ctypes.c_uint32), ("boxes", ctypes.c_uint32), ("box_rows", ctypes.c_uint32),
         ("half_rows", ctypes.c_uint32), ("slots", ctypes.c_uint32), ("slot_bytes", ctypes.c_uint32),
-        ("in_flight", ctypes.c_uint32), ("unused", ctypes.c_uint8 * 48),  # up to the map's alignment
+        ("in_flight_first", ctypes.c_uint32), ("in_flight", ctypes.c_uint32),
+        ("unused", ctypes.c_uint8 * 44),  # up to the map's alignment
     ]  # fmt: skip
 
 
@@ -41,7 +42,8 @@ class GroupsPlan:
     slot_bytes: int
     shared_bytes: int
     groups: int
-    in_flight: int  # boxes of a group, up to its slots
+    in_flight_first: int  # boxes of a group, until its slots have been filled, up to `in_flight`
+    in_flight: int  # behind that, up to its slots
 
     num_splits: ClassVar[int] = 1
 
@@ -49,10 +51,11 @@ class GroupsPlan:
     def threads(self) -> int:
         return self.groups * (GROUP + 32)
 
-    def paced(self, num_bytes: int) -> GroupsPlan:
-        """The same with at most about `num_bytes` under way at once."""
-        most = self.slots // self.groups
-        return replace(self, in_flight=max(1, min(most, num_bytes // (self.slot_bytes * self.groups))))
+    def paced(self, first_bytes: int, later_bytes: int) -> GroupsPlan:
+        """As `RowsPlan.paced`."""
+        round_bytes = self.slot_bytes * self.groups
+        later = max(1, min(self.slots // self.groups, later_bytes // round_bytes))
+        return replace(self, in_flight_first=max(1, min(later, first_bytes // round_bytes)), in_flight=later)
 
     @property
     def half_rows(self) -> int:
@@ -88,7 +91,7 @@ def plan_groups(
     ctas = min(tiles, num_ctas)
     slots = max(groups, min(slots, -(-(-(-tiles // ctas) * boxes) // groups) * groups))
     total = slots * slot_bytes + x_bytes
-    return GroupsPlan(ctas, tiles, boxes, box_rows, slots, slot_bytes, total, groups, slots // groups)
+    return GroupsPlan(ctas, tiles, boxes, box_rows, slots, slot_bytes, total, groups, slots // groups, slots // groups)
 
 
 def _to_8(count: int) -> int:

@@ -18,7 +18,8 @@
 //
 // A CTA has an SM, or half of one, to itself, and all of its shared memory is ring. Not all of it is asked for at once: `in_flight` chunks
 // keep memory busy, and more of them only stand in the way of the small kernels between products, whose few loads would wait for all
-// that was asked for before them. The next kernel may start when the last weights are asked for.
+// that was asked for before them. Until the ring is full for the first time, when such kernels run, it is `in_flight_first`. The next
+// kernel may start when the last weights are asked for.
 //
 // GATE_UP: the weight has gate rows first, then as many up rows. A slot takes a chunk of each, and silu(gate) * up is put out in bf16.
 //
@@ -49,7 +50,8 @@ struct GemvRowsParams {
     u32 segment;             // blocks; no part has fewer bytes
     u32 chunk_rows;          // up to 32; 1 where there are parts
     u32 slots;               // of the ring, up to MAX_SLOTS
-    u32 in_flight;           // chunks that may be under way at once, up to `slots`: the wait for one must not find its slot in use again
+    u32 in_flight_first;     // chunks that may be under way at once until every slot has been filled, up to `in_flight`
+    u32 in_flight;           // the same behind that, up to `slots`: the wait for one must not find its slot in use again
     u32 slot_bytes;          // a multiple of 256
 };
 
@@ -69,10 +71,12 @@ __device__ __forceinline__ u32 rows_of(const GemvRowsParams& p, u32 chunk) { ret
 // One thread: all weights of this CTA, slot after slot. A slot is written again once its warp is done with it.
 __device__ __forceinline__ void stream_weights(const GemvRowsParams& p, const Share& share, u32 ring, u32 full, u32 empty) {
     u32 slot = 0, parity = 1;  // a new barrier passes a wait for the phase before its first
-    u32 arriving = 0, arriving_parity = 0, count = 0;
+    u32 arriving = 0, arriving_parity = 0, count = 0, under_way = 0;
     for (u32 chunk = share.first; chunk < share.chunks; chunk += share.step) {
         u32 size = rows_of(p, chunk) * share.bytes;
-        if (count++ >= p.in_flight) {
+        if (under_way < (count++ < p.slots ? p.in_flight_first : p.in_flight)) {
+            ++under_way;
+        } else {
             wait_phase(full + arriving * 8, arriving_parity);
             if (++arriving == p.slots) arriving = 0, arriving_parity ^= 1;
         }

@@ -30,8 +30,8 @@ class GemvRowsParams(ctypes.Structure):
         ("weight", ctypes.c_uint64), ("x", ctypes.c_uint64), ("scale", ctypes.c_uint64), ("bias", ctypes.c_uint64),
         ("sums", ctypes.c_uint64), ("product", ctypes.c_uint64), ("in_", ctypes.c_uint32), ("out", ctypes.c_uint32),
         ("num_parts", ctypes.c_uint32), ("part_bytes", ctypes.c_uint32), ("segment", ctypes.c_uint32),
-        ("chunk_rows", ctypes.c_uint32), ("slots", ctypes.c_uint32), ("in_flight", ctypes.c_uint32),
-        ("slot_bytes", ctypes.c_uint32),
+        ("chunk_rows", ctypes.c_uint32), ("slots", ctypes.c_uint32), ("in_flight_first", ctypes.c_uint32),
+        ("in_flight", ctypes.c_uint32), ("slot_bytes", ctypes.c_uint32),
     ]  # fmt: skip
 
 
@@ -47,13 +47,15 @@ class RowsPlan:
     slots: int
     slot_bytes: int
     shared_bytes: int
-    in_flight: int  # chunks, up to `slots`
+    in_flight_first: int  # chunks, until every slot has been filled, up to `in_flight`
+    in_flight: int  # behind that, up to `slots`
 
     threads: ClassVar[int] = (WARPS + 1) * 32
 
-    def paced(self, num_bytes: int) -> RowsPlan:
-        """The same with at most about `num_bytes` under way at once."""
-        return replace(self, in_flight=min(self.slots, max(2, num_bytes // self.slot_bytes)))
+    def paced(self, first_bytes: int, later_bytes: int) -> RowsPlan:
+        """The same with at most about so many bytes under way at once, until every slot has been filled and behind that."""
+        later = min(self.slots, max(2, later_bytes // self.slot_bytes))
+        return replace(self, in_flight_first=min(later, max(1, first_bytes // self.slot_bytes)), in_flight=later)
 
 
 @cache
@@ -105,7 +107,8 @@ def _dealt(
     if slots < needed and slots * chunk_rows * part_bytes * halves < MIN_RING_BYTES:
         return None
     slots = min(slots, needed)
-    return RowsPlan(sets * parts, parts, part_bytes, segment, chunk_rows, slots, slot_bytes, slots * slot_bytes + x_bytes, slots)
+    total = slots * slot_bytes + x_bytes
+    return RowsPlan(sets * parts, parts, part_bytes, segment, chunk_rows, slots, slot_bytes, total, slots, slots)
 
 
 def _cost(plan: RowsPlan, row_bytes: int, out: int, num_ctas: int, halves: int) -> float:

@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(512) all_reduce_lamport(const __gri
     u32 packet = threadIdx.x;
     for (long unit = begin; unit < num_units; unit += stride, packet += blockDim.x)
         send(p, load_unit(p.x, unit * UNIT_ELEMS, p.num_elems, p.is_aligned), epoch, packet);
-    let_dependents_start();
+    let_dependents_start(p.watch);
     packet = threadIdx.x;
     for (long unit = begin; unit < num_units; unit += stride, packet += blockDim.x) {
         float sum[UNIT_ELEMS];

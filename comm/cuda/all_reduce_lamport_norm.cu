@@ -81,7 +81,7 @@ __device__ __forceinline__ void reduce_and_norm(const NormParams& n, Shared& sha
 #pragma unroll
     for (int k = 0; k < K; ++k)
         if (begin + k * step < units) send(p, value[k], epoch, threadIdx.x + k * blockDim.x);
-    if (!n.is_next_early) let_dependents_start();
+    if (!n.is_next_early) let_dependents_start(p.watch);
     float squares = 0.0f;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -136,9 +136,8 @@ __device__ __forceinline__ void reduce_and_norm(const NormParams& n, Shared& sha
 extern "C" __global__ void __launch_bounds__(1024) all_reduce_lamport_norm(const __grid_constant__ NormParams n) {
     __shared__ Shared shared;
     // For a product behind, which fills its rings with weights while this kernel waits for its turn. Not for another call of this
-    // one, which gains nothing (0.03 to 0.2 us a call were lost), and not where ranks share a GPU: kernels started early start more,
-    // and all that wait hold room that a peer's kernel may need first.
-    if (n.is_next_early) let_dependents_start();
+    // one, which gains nothing (0.03 to 0.2 us a call were lost).
+    if (n.is_next_early) let_dependents_start(n.reduce.watch);
     u32 ctas = cluster_size(), cta = cluster_rank(), words = ctas * (blockDim.x / 32);
     if (threadIdx.x == 0) {
         for (u32 i = words; i % 4 != 0; ++i) reinterpret_cast<float*>(shared.squares)[i] = 0.0f;  // read with the last four

@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(512) all_reduce_sentinel(const __gr
             st_relaxed_sys_pair(p.inbox[peer] + index, mine);
         }
     }
-    let_dependents_start();
+    let_dependents_start(p.watch);
     Pair ones;
     ones.word[0] = ones.word[1] = SENTINEL;
     for (u32 source = 0; source < p.size; ++source)

@@ -77,7 +77,7 @@ __device__ __forceinline__ void exchange(const ArgmaxParams& p, Best best, u32 e
     __shared__ Best scratch[BEST_WARPS], gathered[BEST_WARPS];
     u32 row = blockIdx.x / p.row_ctas, cta = blockIdx.x % p.row_ctas;
     send_best(p, best_of_cta(best, scratch), epoch, row, cta);
-    let_dependents_start();
+    let_dependents_start(p.watch);
     if (cta != 0) return;
     best = no_best();
     for (u32 i = threadIdx.x; i < p.size * p.row_ctas; i += blockDim.x) {

@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(512) gather_lamport(const __grid_co
     u32 packet = threadIdx.x;
     for (long unit = begin; unit < num_units; unit += stride, packet += blockDim.x)
         send(p, load_unit(x, unit * UNIT_ELEMS, p.num_elems, p.is_aligned), epoch, packet);
-    let_dependents_start();
+    let_dependents_start(p.watch);
     packet = threadIdx.x;
     for (long unit = begin; unit < num_units; unit += stride, packet += blockDim.x) {
         if (!is_receiver && packet != 0) break;

@@ -105,7 +105,7 @@ __device__ __forceinline__ Pair* packets_of(const End& end, Turn turn) {
 
 extern "C" __global__ void __launch_bounds__(1024) packet_put(const __grid_constant__ MoveParams p) {
     wait_for_prerequisites();
-    let_dependents_start();
+    let_dependents_start(p.watch);
     // Acknowledgements, payload and state in one go: one trip to L2 instead of three.
     u32 acks[NUM_SLOTS];
     load_three(p.end.acks, acks);
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(1024) packet_put(const __grid_const
 
 extern "C" __global__ void __launch_bounds__(1024) packet_take(const __grid_constant__ MoveParams p) {
     wait_for_prerequisites();
-    let_dependents_start();
+    let_dependents_start(p.watch);
     Turn turn = next_turn(p.end);
     const Pair* packets = packets_of(p.end, turn);
     for (u32 i = threadIdx.x; i < p.num_words; i += blockDim.x)
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(1024) packet_take(const __grid_cons
 // Take and put of the same payload in one kernel: each packet goes on as it arrives.
 extern "C" __global__ void __launch_bounds__(1024) packet_relay(const __grid_constant__ RelayParams p) {
     wait_for_prerequisites();
-    let_dependents_start();
+    let_dependents_start(p.watch);
     u32 acks[NUM_SLOTS];
     load_three(p.onward.acks, acks);
     Turn in = next_turn(p.source), out = next_turn(p.onward);
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(1024) packet_relay(const __grid_con
 
 extern "C" __global__ void __launch_bounds__(1024) signal_put(const __grid_constant__ MoveParams p) {
     wait_for_prerequisites();
-    let_dependents_start();
+    let_dependents_start(p.watch);
     Turn turn = next_turn(p.end);
     wait_until_free(p.end, turn, p.watch);  // every thread for itself: its stores come after it
     u64* slot = p.end.slots + turn.slot * p.end.slot_words;
@@ -191,7 +191,7 @@ __device__ __forceinline__ void reset_signal(const End& end) {
 
 extern "C" __global__ void __launch_bounds__(1024) signal_take(const __grid_constant__ MoveParams p) {
     wait_for_prerequisites();
-    let_dependents_start();
+    let_dependents_start(p.watch);
     Turn turn = next_turn(p.end);
     wait_for_signal(p.end, turn, p.watch);
     const volatile u64* slot = p.end.slots + turn.slot * p.end.slot_words;
@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(1024) signal_take(const __grid_cons
 
 extern "C" __global__ void __launch_bounds__(1024) signal_relay(const __grid_constant__ RelayParams p) {
     wait_for_prerequisites();
-    let_dependents_start();
+    let_dependents_start(p.watch);
     Turn in = next_turn(p.source), out = next_turn(p.onward);
     wait_until_free(p.onward, out, p.watch);
     wait_for_signal(p.source, in, p.watch);

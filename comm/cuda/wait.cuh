@@ -26,7 +26,14 @@ struct Watch {
     WaitRecord* record;
     u32* aborted;  // own device memory
     u64 limit_ns;
+    u32 is_shared;  // other ranks have this GPU as well
 };
+
+// Not where ranks share the GPU. Whatever is behind starts early there too, a library's product for one, which fills the GPU; it holds
+// that room while it waits for this kernel, which waits for a peer, whose kernel then finds none.
+__device__ __forceinline__ void let_dependents_start(const Watch& watch) {
+    if (!watch.is_shared) let_dependents_start();
+}
 
 __device__ __forceinline__ u64 now_ns() {
     u64 time;

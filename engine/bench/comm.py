@@ -218,7 +218,7 @@ def main(repeats: int, threads: str, pdl: bool, min_bytes: int, max_bytes: int, 
     world, group, is_one_each = gpus.world, gpus.group, gpus.ranks_per_gpu == 1
     capacity = Capacity(two_shot_bytes=min(max_bytes, 64 << 20))
     heap = IpcHeap(world.rank, world.size, world.device.index, layout_for(world.size, capacity), group.exchange)
-    watch, kernels = DeviceWatch(20.0), load_collectives(Build(default_cache_folder()))
+    watch, kernels = DeviceWatch(20.0, gpus.ranks_per_gpu), load_collectives(Build(default_cache_folder()))
     collectives = DeviceCollectives(heap, watch, kernels, capacity, pdl, gpus.ranks_per_gpu)
     group.exchange(None)  # all heaps are ready to be written to
     nccl = group.open_nccl() if is_one_each else None

@@ -26,7 +26,7 @@ from engine.shapes import SHAPES, named_config
 from engine.shard_plan import ShardPlan
 from kernels.build import Build, default_cache_folder
 from kernels.gemv import Gemv, gemv_twin, load_gemv
-from kernels.gemv_choice import IN_FLIGHT_BYTES, LIBRARY, ROW_BUCKETS, WAYS, Product
+from kernels.gemv_choice import LIBRARY, ROW_BUCKETS, WAYS, Pace, Product
 from kernels.quantize import Fp8Weight
 from kernels.silu_mul import launch_silu_mul, load_silu_mul
 
@@ -94,10 +94,10 @@ def us_of(bodies: list[Callable[[], object]], repeats: int) -> float:
 class Bench:
     """Times products on the current GPU; one shape once, whatever models have it."""
 
-    def __init__(self, repeats: int, in_flight_bytes: int):
+    def __init__(self, repeats: int, pace: Pace):
         build = Build(default_cache_folder())
         kernels, num_sms = load_gemv(build), torch.cuda.get_device_properties(0).multi_processor_count
-        self._gemvs = {name: Gemv(kernels, num_sms, ways=(name,), in_flight_bytes=in_flight_bytes) for name in WAYS}
+        self._gemvs = {name: Gemv(kernels, num_sms, ways=(name,), pace=pace) for name in WAYS}
         self._silu_mul = load_silu_mul(build, torch.bfloat16)
         self._repeats = repeats
         self._pool = (torch.randn(POOL_BYTES // 2, device="cuda") * 0.02).bfloat16()
@@ -173,7 +173,7 @@ def _numbers(text: str) -> list[int]:
 @click.option("--rows", default=",".join(map(str, ROW_BUCKETS)), show_default=True)
 @click.option("--dtypes", default="bf16,fp8", show_default=True)
 @click.option("--repeats", default=5, show_default=True)
-@click.option("--in-flight-kib", default=IN_FLIGHT_BYTES >> 10, show_default=True, help="Of weights at once, for each SM.")
+@click.option("--in-flight-kib", default=Pace().later, show_default=True, help="Of weights at once, for each SM.")
 @click.option("--record", type=click.Path(path_type=Path), help="JSONL file to append the records to.")
 @click.option("--record-rows", default="1,8,16", show_default=True, help="Numbers of rows that are recorded.")
 @click.option("--choices", type=click.Path(path_type=Path), help="JSON file to write the fastest way of every shape to.")
@@ -184,7 +184,7 @@ def main(
     """Time the products of decode steps."""
     commit()
     torch.zeros(1, device="cuda")  # kernels are loaded in a context that is there
-    bench, device = Bench(repeats, in_flight_kib << 10), torch.cuda.get_device_name()
+    bench, device = Bench(repeats, Pace(in_flight_kib, in_flight_kib)), torch.cuda.get_device_name()
     table: dict[str, str] = {}
     for model in models.split(","):
         for tp in _numbers(tps):

@@ -175,7 +175,7 @@ def main(repeats: int, nccl: bool, record: Path | None) -> None:
     rank, exchange = gpus.world.rank, gpus.group.exchange
     if gpus.world.size != 2 or gpus.num_gpus < 2:
         sys.exit(f"this bench needs two ranks on two GPUs, not {gpus.world.size} on {gpus.num_gpus}")
-    heap, watch = IpcHeap(rank, 2, gpus.world.device.index, layout(), exchange), DeviceWatch(20.0)
+    heap, watch = IpcHeap(rank, 2, gpus.world.device.index, layout(), exchange), DeviceWatch(20.0, gpus.ranks_per_gpu)
     build = Build(default_cache_folder())
     kernels, echo = load_signal(build), LinkEcho(heap, watch, load_link_echo(build))
     bench = Bench(gpus, StreamDeadline(watch, 30.0), repeats)

@@ -175,7 +175,8 @@ def soak(gpus: GpuWorld, num_calls: int) -> SoakResult:
     """Open the collectives of this world, run, close. *Collective*."""
     rank, size, exchange = gpus.world.rank, gpus.world.size, gpus.group.exchange
     capacity = Capacity(two_shot_bytes=4 << 20)
-    heap, watch = IpcHeap(rank, size, gpus.world.device.index, layout_for(size, capacity), exchange), DeviceWatch(20.0)
+    heap = IpcHeap(rank, size, gpus.world.device.index, layout_for(size, capacity), exchange)
+    watch = DeviceWatch(20.0, gpus.ranks_per_gpu)
     kernels = load_collectives(Build(default_cache_folder()), (torch.bfloat16,))
     collectives = DeviceCollectives(heap, watch, kernels, capacity, ranks_per_gpu=gpus.ranks_per_gpu)
     exchange(None)  # all heaps are ready to be written to

@@ -46,8 +46,10 @@ def test_no_more_is_under_way_than_there_are_slots():
     """A wait for what is under way would miss its phase."""
     for num_bytes in (0, 10_000, 64 << 10, 1 << 30):
         groups, rows = plan_groups(1, 3584, 4608, 1, 132), plan_rows(1, 3584, 4608, 1, 132)
-        assert 1 <= groups.paced(num_bytes).in_flight <= groups.slots // groups.groups == groups.in_flight
-        assert 1 <= rows.paced(num_bytes).in_flight <= rows.slots == rows.in_flight
+        for other_bytes in (0, 40 << 10, 1 << 30):
+            for plan, slots in ((groups, groups.slots // groups.groups), (rows, rows.slots)):
+                paced = plan.paced(num_bytes, other_bytes)
+                assert 1 <= paced.in_flight_first <= paced.in_flight <= slots == plan.in_flight == plan.in_flight_first
 
 
 def test_what_the_kernel_cannot_do_has_no_plan():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -10,15 +11,19 @@ from click.testing import CliRunner
 
 from engine.bench import step_products
 from engine.bench.step_products import refine
+from kernels import gemv_choice
 from kernels.gemv import Gemv
-from kernels.gemv_choice import LIBRARY, WAYS
+from kernels.gemv_choice import LIBRARY, WAYS, Pace, measured_pace
+
+SIZES = (640, 1024), (1024, 320)
+LARGE = (38016, 8192), (8192, 7392)  # more than a ring holds
 
 
-def planned(dtype: torch.dtype = torch.bfloat16) -> Gemv:
+def planned(dtype: torch.dtype = torch.bfloat16, sizes: tuple[tuple[int, int], ...] = SIZES, pace: Pace | None = None) -> Gemv:
     """With a wide and a narrow product of one row, as the table or the likeliest way has them."""
-    gemv = Gemv({}, 132)
-    for out, inner in ((640, 1024), (1024, 320)):
-        assert gemv.takes(torch.zeros(1, inner, dtype=torch.bfloat16), torch.zeros(out, inner, dtype=dtype))
+    gemv = Gemv({}, 132, pace=pace)
+    for out, inner in sizes:
+        assert gemv.takes(torch.empty(1, inner, dtype=torch.bfloat16), torch.empty(out, inner, dtype=dtype, device="meta"))
     return gemv
 
 
@@ -53,9 +58,40 @@ class Timer:
 
 def test_the_best_ways_are_found_though_they_depend_on_each_other():
     timer = Timer(planned())
-    ways = refine(timer, 1)
-    assert list(ways.values()) == ["groups2", "tiles"] and timer.ms() == pytest.approx(4.1)
-    assert {product: timer.gemv.way_of(product) for product in timer.gemv.products} == ways
+    chosen = refine(timer, 1)
+    assert [own.way for own in chosen.values()] == ["groups2", "tiles"] and timer.ms() == pytest.approx(4.1)
+    assert {product: timer.gemv.way_of(product) for product in timer.gemv.products} == {
+        product: own.way for product, own in chosen.items()
+    }
+
+
+def test_the_best_paces_are_found_and_none_is_tried_twice(monkeypatch):
+    timer = Timer(planned(sizes=LARGE))
+    first, second = timer.gemv.products
+    seen = []
+
+    def ms() -> float:
+        plans = timer.gemv.plan_of(first), timer.gemv.plan_of(second)
+        seen.append(plans)
+        return 10.0 - (0.5 if plans[0].in_flight_first < plans[0].in_flight else 0.0)
+
+    monkeypatch.setattr(timer, "ms", ms)
+    before = {product: timer.gemv.plan_of(product) for product in (first, second)}
+    chosen = refine(timer, 1, ("paces",))
+    assert chosen[first].pace.first < chosen[first].pace.later and chosen[second].pace == measured_pace(second)
+    assert timer.gemv.plan_of(first).in_flight_first < timer.gemv.plan_of(first).in_flight
+    assert timer.gemv.plan_of(second) == before[second]
+    assert max(Counter(seen[1:-1]).values()) <= 2, "what several paces come to is timed once a round"
+
+
+def test_a_pace_of_the_table_is_that_of_the_plan(monkeypatch):
+    product = planned(sizes=LARGE).products[0]
+    monkeypatch.setattr(gemv_choice, "_table", lambda: {"ways": {}, "paces": {product.key: [16, 96]}})
+    assert measured_pace(product) == Pace(16, 96)
+    paced, usual = (planned(sizes=LARGE, pace=pace).plan_of(product) for pace in (None, Pace()))
+    assert paced.in_flight_first < usual.in_flight_first == usual.in_flight < paced.in_flight
+    monkeypatch.setattr(gemv_choice, "_table", lambda: {"ways": {}})
+    assert measured_pace(product) == Pace()
 
 
 def test_noise_changes_nothing(monkeypatch):
@@ -63,13 +99,13 @@ def test_noise_changes_nothing(monkeypatch):
     kept = {product: timer.gemv.way_of(product) for product in timer.gemv.products}
     times = iter(10.0 + (idx % 3 - 1) * 0.009 for idx in range(10_000))
     monkeypatch.setattr(timer, "ms", lambda: next(times))
-    assert refine(timer, 1) == kept
+    assert {product: own.way for product, own in refine(timer, 1).items()} == kept
 
 
 def test_an_fp8_matrix_is_not_left_to_a_library(monkeypatch):
     timer = Timer(planned(torch.float8_e4m3fn))
     chosen, choose = [], timer.gemv.choose
-    monkeypatch.setattr(timer.gemv, "choose", lambda product, way: chosen.append(way) or choose(product, way))
+    monkeypatch.setattr(timer.gemv, "choose", lambda product, way, pace: chosen.append(way) or choose(product, way, pace))
     refine(timer, 1)
     assert LIBRARY not in chosen and len(set(chosen)) > 3
 
@@ -86,3 +122,5 @@ def test_the_table_names_ways_and_the_steps_that_were_refined():
     table = json.loads(TABLE.read_text())
     assert set(table["ways"].values()) <= {*WAYS, LIBRARY}
     assert "qwen2.5-72b fp8 tp2 1" in table["refined"]
+    for key, pace in table["paces"].items():
+        assert key in table["ways"] and 0 < pace[0] <= pace[1] <= 200, key

@@ -197,7 +197,7 @@ def open_soak(wait: str, limit_s: float, sources: Path | None = None) -> Iterato
     rank, size = gpus.world.rank, gpus.world.size
     build = Build(default_cache_folder() if sources is None else sources.parent / "cache")
     heap = IpcHeap(rank, size, gpus.world.device.index, Layout.of(draft_regions(size)), gpus.group.exchange)
-    watch = DeviceWatch(limit_s)
+    watch = DeviceWatch(limit_s, gpus.ranks_per_gpu)
     deadline = StreamDeadline(watch, limit_s + 10.0)
     if sources is None:
         kernels = load_signal(build)

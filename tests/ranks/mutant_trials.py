@@ -72,8 +72,8 @@ class Trials:
         if mutant is not None and mutant.is_host_counted:
             kernels = {name: HostCounted(kernel) for name, kernel in kernels.items()}
         heap = IpcHeap(self.rank, self.size, self.device, layout_for(self.size, CAPACITY), self.group.exchange)
-        watch = DeviceWatch(DEADLINE_S)
         per_gpu = -(-self.size // torch.cuda.device_count())
+        watch = DeviceWatch(DEADLINE_S, per_gpu)
         collectives = DeviceCollectives(heap, watch, kernels, CAPACITY, True, per_gpu)
         fill_words(heap.address(self.rank, "epochs"), schedule.count, NUM_COUNTERS)
         if mutant is not None and mutant.empty is not None:

@@ -112,10 +112,10 @@ LAMPORT, PACKETS, SENTINEL, ONE_SHOT, TWO_SHOT, SIGNAL, WAIT, DEPENDENTS = (
 ALWAYS_LATE = tuple(range(8))
 NEAR_WRAP = Schedule(late_calls=ALWAYS_LATE, count=0xFFFFFFFB)  # numbers ...fc to ...ff, then the first four after the wrap
 LAMPORT_SENT = Edit(
-    LAMPORT, "let_dependents_start();\n    packet = threadIdx.x;",
-    "let_dependents_start();" + _delay("p.rank == 0") + "\n    packet = threadIdx.x;",
+    LAMPORT, "let_dependents_start(p.watch);\n    packet = threadIdx.x;",
+    "let_dependents_start(p.watch);" + _delay("p.rank == 0") + "\n    packet = threadIdx.x;",
 )  # fmt: skip
-SENTINEL_SENT = Edit(SENTINEL, "let_dependents_start();", "let_dependents_start();" + _delay("p.rank == 0"))
+SENTINEL_SENT = Edit(SENTINEL, "let_dependents_start(p.watch);", "let_dependents_start(p.watch);" + _delay("p.rank == 0"))
 ONE_SHOT_BEFORE_DATA = Edit(
     ONE_SHOT, "    u32 local = threadIdx.x;\n", _delay("p.rank == 0") + "\n    u32 local = threadIdx.x;\n"
 )  # fmt: skip

@@ -49,7 +49,8 @@ def open_ends(rank: int, size: int, limit_s: float = 10.0) -> Iterator[Ends]:
     gpus = GpuWorld.open(Environment.read(), 120.0)
     stems = [(f"{kind}.{way}", kind, producer) for kind in KINDS for way, producer in (("there", 0), ("back", 1))]
     layout = Layout.of(*(DeviceSignalChannel.regions(stem, WORDS * 8) for stem, _, _ in stems))
-    heap, watch = IpcHeap(rank, size, gpus.world.device.index, layout, gpus.group.exchange), DeviceWatch(limit_s)
+    heap = IpcHeap(rank, size, gpus.world.device.index, layout, gpus.group.exchange)
+    watch = DeviceWatch(limit_s, gpus.ranks_per_gpu)
     kernels, deadline = load_signal(Build(default_cache_folder())), StreamDeadline(watch, limit_s + 1.0)
     channels: dict = {kind: [] for kind in KINDS}
     for stem, kind, producer in stems:
