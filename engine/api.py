@@ -140,6 +140,12 @@ class Engine:
             return "eager"
         return "kernels" if backend.shape_for(0, [num_tokens] * num_rows) is None else "graph"
 
+    def prefill_attention(self, num_rows: int, num_tokens: int) -> str | None:
+        """`cudnn` if it attends `num_rows` new prompts of `num_tokens` tokens in a step, once one like it has come before; None
+        for what attends everything else."""
+        backend = self.replica.backend
+        return "cudnn" if isinstance(backend, PrefillStep) and backend.is_long([num_tokens] * num_rows) else None
+
     def generate(
         self,
         prompts: Sequence[Prompt],

@@ -2,8 +2,9 @@
 
 A *chunk* is a run of new tokens of one row, behind what the row has in the cache. Rows that have nothing there are *packed* one
 behind the other, of whatever lengths. A chunk is one call of torch's FlashAttention, which reads grouped heads as they are;
-so are packed rows together. What has nothing cached reads the new keys and values where they lie in the fused projection; others
-read the cache, which holds the new ones already. `kernels/paged_attention.py` is the reference.
+so are packed rows together. A long prompt by itself may be one of cuDNN's instead (`kernels/long_attention.py`), as its chunk
+says. What has nothing cached reads the new keys and values where they lie in the fused projection; others read the cache, which
+holds the new ones already. `kernels/paged_attention.py` is the reference.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kernels.long_attention import attend_long
 from kernels.paged_attention import causal_mask
 
 FLASH_DTYPES, FLASH_ELEMS = (torch.bfloat16, torch.float16), 8  # what FlashAttention takes; a head is a multiple of so many
@@ -25,7 +27,8 @@ class Chunk:
 
     `cached`: where keys and values lie, new ones included, None for nowhere but in the projection: a slice of slots, or int64
     pages on the device, of whose slots `first` are skipped. `kv_len`: how many keys count. `mask`: additive
-    `[num_tokens, kv_len]` where a sliding window needs one, else None.
+    `[num_tokens, kv_len]` where a sliding window needs one, else None. `is_long`: cuDNN attends it; nothing is cached then, there
+    is no mask, and its heads are some for which `takes_long`.
     """
 
     start: int
@@ -34,6 +37,7 @@ class Chunk:
     cached: slice | torch.Tensor | None = None
     first: int = 0
     mask: torch.Tensor | None = None
+    is_long: bool = False
 
     @property
     def end(self) -> int:
@@ -67,10 +71,12 @@ def plan_chunk(
     page_size: int,
     window: int | None,
     dtype: torch.dtype,
+    is_long: bool = False,
 ) -> Chunk:
     """The chunk of one row whose first `context_len` tokens are cached, for layers with this `window` (None: all is seen).
 
-    `pages`: the row's pages in order, `page_ids` the same as int64 on the device. `dtype`: of a mask. Waits for nothing.
+    `pages`: the row's pages in order, `page_ids` the same as int64 on the device. `dtype`: of a mask. `is_long`: cuDNN is to
+    attend it, if nothing is cached and no mask is needed. Waits for nothing.
     """
     kv_len = context_len + num_tokens
     first = 0 if window is None else max(0, context_len + 1 - window)  # oldest position that any query sees
@@ -78,7 +84,7 @@ def plan_chunk(
     if window is not None and kv_len > window and num_tokens > 1:
         mask = causal_mask(num_tokens, context_len, first, window, dtype, page_ids.device)
     if context_len == 0:
-        return Chunk(start, num_tokens, kv_len, mask=mask)
+        return Chunk(start, num_tokens, kv_len, mask=mask, is_long=is_long and mask is None)
     first_page, end_page = first // page_size, -(-kv_len // page_size)
     used, skipped = pages[first_page:end_page], first - first_page * page_size
     if used[-1] - used[0] == len(used) - 1 and all(a + 1 == b for a, b in zip(used, used[1:])):
@@ -99,9 +105,10 @@ def chunk_attention(
 
     `qkv` `[tokens, local_q_heads + 2 * local_kv_heads, head_dim]`: rotated; the new keys and values are in the cache as well.
     `keys`, `values` `[num_slots, local_kv_heads, head_dim]` of one layer. `out` `[tokens, local_q_heads, head_dim]`: only the
-    tokens of `chunks` are written. Scores are scaled by head_dim ** -0.5. *Numbers*: fp32
-    accumulation. *Cost*: one call a chunk, and a copy of the keys and values of a row whose pages are scattered; fp32, and heads
-    that FlashAttention does not take, one call a packed row, or a square of all packed tokens where only the device knows them.
+    tokens of `chunks` are written. Scores are scaled by head_dim ** -0.5. *Numbers*: fp32 accumulation. *Order*: of a chunk that
+    is long, that of `attend_long`. *Cost*: one call a chunk, and a copy of the keys and values of a row whose pages are
+    scattered; fp32, and heads that FlashAttention does not take, one call a packed row, or a square of all packed tokens where
+    only the device knows them.
     """
     num_kv = keys.shape[1]
     q, k, v = qkv.split((qkv.shape[1] - 2 * num_kv, num_kv, num_kv), dim=1)
@@ -112,6 +119,8 @@ def chunk_attention(
         own = slice(chunk.start, chunk.end)
         if isinstance(chunk, PackedRows):
             result = _attend_packed(q[own], k[own], v[own], chunk)
+        elif chunk.is_long:
+            result = attend_long(qkv[own], num_kv)
         elif chunk.cached is None:
             result = _attend(q[own], k[own], v[own], chunk.mask)
         else:
@@ -142,7 +151,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
     q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
     if takes_flash(q) and mask is None:
         # By name: scaled_dot_product_attention may choose cuDNN's, which plans anew at each new length, for milliseconds. Causal
-        # means here that the last query meets the last key, as in `torch.nn.attention.bias`. Its result lies token by token.
+        # means here that the last query meets the last key, as in `torch.nn.attention.bias`; by cuDNN that the first meets the
+        # first, so that a chunk behind cached tokens is never for it. The result lies token by token.
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, num_tokens > 1)[0][0].transpose(0, 1)
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

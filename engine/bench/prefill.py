@@ -3,7 +3,8 @@
 BATCH random prompts of PROMPT tokens are handed over at once, greedy, with one token each; TTFT is the time of the whole call,
 on rank 0, until all rows have their token. Random weights, no reuse of prefixes. Short prompts are bound by the reading of the
 weights, longer ones by multiplications: the floor is the larger of the two. vLLM was timed in the same way. Host syncs are those
-of the prompts and 128 tokens a row more, counted in a run that is not timed.
+of the prompts and 128 tokens a row more, counted in a run that is not timed. What is timed are calls whose like has come before:
+the first ones choose library kernels, capture a graph, and plan cuDNN's attention, which a record names where it attends.
 
 Start it with torchrun for TP above 1. `--shard-of N` measures one rank of N without its peers.
 """
@@ -50,7 +51,8 @@ VLLM_TTFT_MS = {
     ("qwen2.5-72b", 2, "fp8", 1): {128: 100.1, 512: 102.7, 2048: 153.0},
 }
 DEFAULT_WAYS = {name: getattr(EngineSettings(""), name) for name in ("graph_tokens", "fp8_products")}
-WARM_UPS = 2  # the first call of a shape chooses its library kernels, the second captures its graph
+# The first call of a shape chooses its library kernels; the second captures its graph, and has cuDNN plan its attention.
+WARM_UPS = 2
 SYNC_TOKENS = 128  # a row, behind the first: what a request is taken to be where its host syncs are counted
 
 
@@ -96,10 +98,13 @@ def make_record(
     comm: str,
     step: str,
     ways: Mapping[str, object] = DEFAULT_WAYS,
+    attention: str | None = None,
 ) -> Record:
-    """The record of a case on GPUs. `floor`: seconds; `step`: of `Engine.prefill_step`; `ways`: settings, of which the record
-    names those that are not the default."""
+    """The record of a case on GPUs. `floor`: seconds; `step`, `attention`: of `Engine.prefill_step` and `prefill_attention`;
+    `ways`: settings, of which the record names those that are not the default."""
     others = {name: value for name, value in ways.items() if value != DEFAULT_WAYS[name]}
+    if attention is not None:
+        others["attention"] = attention
     known = {**vars(case), "backend": backend, "comm": comm, "step": step, **others}
     ttft_ms, num_tokens = timing.percentile(50), case.batch * case.prompt
     metrics = {
@@ -122,11 +127,12 @@ def describe(record: Record) -> list[str]:
     """What a person wants to know of it."""
     metrics, ceiling = record.metrics, record.ceiling
     peer = f"; {record.peer['name']}: {record.peer['ttft_ms']} ms" if record.peer else ""
+    attention = f", attention by {record.case['attention']}" if "attention" in record.case else ""
     syncs = metrics.get("host_syncs_per_request")
     rates = f"{DATASHEET_TFLOP_S[record.case['dtype']]:.0f} TFLOP/s and {DATASHEET_TB_S} TB/s"
     return [
         describe_case(record.case),
-        f"  step      {record.case['step']}",
+        f"  step      {record.case['step']}{attention}",
         f"  TTFT      {metrics['ttft_ms']:.2f} ms (p10 {metrics['ttft_p10_ms']:.2f}, p90 {metrics['ttft_p90_ms']:.2f}), "
         f"floor {ceiling['ttft_ms']:.2f} at {rates}{peer}",
         f"  prefill   {metrics['prefill_tok_s']:.0f} tok/s of {ceiling['prefill_tok_s']:.0f}",
@@ -157,13 +163,13 @@ def main(
     with errors_in_one_line(), open_engine(case, model, device, shard_of, eager, **sizes) as engine:
         timing = time_prefill(engine, case, repeats)
         floor, backend, comm = prefill_floor_s(case, engine.blueprint), engine.backend, engine.comm.name
-        step = engine.prefill_step(batch, prompt)
+        step, attention = engine.prefill_step(batch, prompt), engine.prefill_attention(batch, prompt)
     if environment.rank != 0:
         return
     if device == "cpu":
         click.echo(f"{timing.percentile(50):.3f} ms to the first token of {batch} rows")
         return
-    result = make_record(case, timing, floor, backend, comm, step, ways)
+    result = make_record(case, timing, floor, backend, comm, step, ways, attention)
     click.echo("\n".join(describe(result)))
     if record is not None:
         result.append_to(record, device_name(shard_of), "engine.bench.prefill", environment.world_size)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.graph.long_prompts import LongPrompts
 from engine.step_batch import RowSpan, StepBatch
 from kernels.chunk_attention import Chunk, PackedRows, plan_chunk
 from kernels.upload import upload
@@ -36,13 +37,17 @@ def count_single(rows: tuple[RowSpan, ...], most: int) -> int:
 
 
 def chunk_tokens(
-    batch: StepBatch, turns: torch.Tensor, page_size: int, windows: set[int | None], most_single: int
+    batch: StepBatch, turns: torch.Tensor, page_size: int, windows: set[int | None], most_single: int, long_prompts: LongPrompts
 ) -> ChunkTokens:
     """The tokens of `batch`. `turns` `[max positions, head_dim]`. `most_single`: how many of the rows of one token that come
-    first may be taken as such. *Stream*: asynchronous, nothing is waited for."""
+    first may be taken as such. `long_prompts`: is asked, once, which prompts by themselves cuDNN attends. *Stream*:
+    asynchronous, nothing is waited for."""
     num_single = count_single(batch.rows, most_single)
     runs = [(first, end, _starts(batch, first, end)) for first, end in _runs_without_context(batch.rows, num_single)]
-    chunks = {window: _chunks(batch, num_single, runs, page_size, window, turns.dtype) for window in windows}
+    packed = {idx for first, end, _ in runs for idx in range(first, end)}
+    alone = [row for idx, row in enumerate(batch.rows) if idx >= num_single and idx not in packed and row.context_len == 0]
+    long = long_prompts.choose(row.num_tokens for row in alone)
+    chunks = {window: _chunks(batch, num_single, runs, page_size, window, turns.dtype, long) for window in windows}
     page_table = batch.page_table[:num_single].int() if num_single else None
     own_turns = turns.index_select(0, batch.positions)
     return ChunkTokens(
@@ -65,8 +70,9 @@ def _starts(batch: StepBatch, first: int, end: int) -> torch.Tensor:
 
 def _chunks(
     batch: StepBatch, num_single: int, runs: list[tuple[int, int, torch.Tensor]], page_size: int, window: int | None,
-    dtype: torch.dtype,
+    dtype: torch.dtype, long: frozenset[int],
 ) -> tuple[Chunk | PackedRows, ...]:  # fmt: skip
+    """`long`: the lengths of prompts by themselves that cuDNN attends."""
     chunks: list[Chunk | PackedRows] = []
     rows, idx = batch.rows, num_single
     ends = {first: (end, starts) for first, end, starts in runs}
@@ -79,8 +85,7 @@ def _chunks(
             idx = end
         else:
             pages = batch.page_table[idx]
-            chunks.append(
-                plan_chunk(row.start, row.num_tokens, row.context_len, row.pages, pages, page_size, window, dtype)
-            )
+            place, is_long = (row.start, row.num_tokens, row.context_len), row.num_tokens in long
+            chunks.append(plan_chunk(*place, row.pages, pages, page_size, window, dtype, is_long))
             idx += 1
     return tuple(chunks)

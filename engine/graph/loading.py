@@ -12,6 +12,7 @@ from comm.communicator import Communicator
 from engine.eager import EagerStep
 from engine.graph.cuda_operators import FUSED_ROWS, open_operators
 from engine.graph.drafters import HandedDrafts, ModelDrafts, NgramDrafts
+from engine.graph.long_prompts import open_long_prompts
 from engine.graph.prefill import GraphPrefill, PrefillStep
 from engine.graph.row_state import RowState, Speculable
 from engine.graph.speculative_step import DeviceDrafter
@@ -105,7 +106,8 @@ def open_graphs(
         num_elems = sum(part.shape.numel() for part in (layer.qkv, layer.o, layer.gate_up, layer.down))
         graph_tokens = tokens_worth_a_graph(num_elems, settings.dtype == "fp8" and settings.fp8_products == "scaled")
     # In a graph no rank can wait for the others before it adds the sums of many rows, as ranks that share a GPU have to.
-    prefill = GraphPrefill(operators, limits, graph_tokens, stock_up, FUSED_ROWS if ranks_per_gpu > 1 else None)
+    most_rows, long_prompts = FUSED_ROWS if ranks_per_gpu > 1 else None, open_long_prompts(step.kv.keys, ranks_per_gpu)
+    prefill = GraphPrefill(operators, limits, graph_tokens, stock_up, most_rows, long_prompts)
     return GraphStep(operators, state, limits.max_batch, profiler, drafter), prefill
 
 
@@ -122,6 +124,6 @@ def _open_draft(
     operators, check = open_operators(
         step, min(num_ids, step.config.full_vocab), 2 * speculable.max_rows, limits.max_model_len, ranks_per_gpu=ranks_per_gpu
     )
-    prefill = PrefillStep(operators, limits.max_model_len)
+    prefill = PrefillStep(operators, limits.max_model_len, open_long_prompts(step.kv.keys, ranks_per_gpu))
     name = draft.name if size == 1 else f"{draft.name}, split over {size} ranks"
     return ModelDrafts(operators, prefill, limits.max_step_tokens, name), check

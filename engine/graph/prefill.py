@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from engine.graph.chunk_tokens import ChunkTokens, chunk_tokens, count_single
+from engine.graph.long_prompts import LongPrompts
 from engine.graph.operators import Operators
 from engine.graph.prefill_step import prefill_step
 from engine.graph.row_state import PADDING
@@ -45,30 +46,43 @@ from kernels.rotary_write import NO_SLOT
 class PrefillStep:
     """`StepBackend` on `operators`, without graphs. *Collective*: `run`. `description`: for the start summary.
 
-    `max_context`: tokens of the longest row. *Cost*: a table of as many positions. `num_captured`: shapes of steps that there are
-    graphs of, the same on all ranks.
+    `max_context`: tokens of the longest row. *Cost*: a table of as many positions. `long_prompts`: chooses the prompts that cuDNN
+    attends, for these steps alone; None for none. `num_captured`: shapes of steps that there are graphs of, the same on all
+    ranks.
     """
 
     num_captured = 0
 
-    def __init__(self, operators: Operators, max_context: int):
+    def __init__(self, operators: Operators, max_context: int, long_prompts: LongPrompts | None = None):
         self._operators, self.kv = operators, operators.kv
+        self._long_prompts = LongPrompts(is_usable=False) if long_prompts is None else long_prompts
         config, device = operators.config, operators.kv.keys.device
         inv_freq = inverse_frequencies(config.rope, config.head_dim).to(device)
         num_positions = max(max_context, BUCKETS[-1])  # padding has positions as well
         self._turns = rotary_turns(num_positions, inv_freq, config.rope.attention_factor, operators.kv.keys.dtype)
         self._windows = set(config.windows)
-        self.description = "kernels one by one"
+        self.description = self._described("kernels one by one")
+
+    def _described(self, steps: str) -> str:
+        return ", ".join(filter(None, (steps, self._long_prompts.description)))
 
     def shape_for(self, num_single: int, lengths: Sequence[int]) -> StepShape | None:
         """The shape that a step of `num_single` rows that decode and of whole prompts of `lengths` tokens is padded to. None: it
         is launched as it is."""
         return None
 
+    def is_long(self, lengths: Sequence[int]) -> bool:
+        """Whether cuDNN attends a step of new prompts of `lengths` tokens, once one like it has come before."""
+        shape = self.shape_for(0, lengths)
+        num_tokens = sum(lengths) if shape is None else shape.num_tokens
+        is_all_seen = any(window is None or window >= num_tokens for window in self._windows)
+        return len(lengths) == 1 and is_all_seen and self._long_prompts.takes(num_tokens)
+
     @torch.inference_mode()
     def run(self, batch: StepBatch, marks: Marks = NO_MARKS) -> torch.Tensor:
         """As `EagerStep.run`. *Numbers*: those of its operators. The result is good until the next call."""
-        tokens = chunk_tokens(batch, self._turns, self.kv.page_size, self._windows, self._operators.most_single)
+        most_single = self._operators.most_single
+        tokens = chunk_tokens(batch, self._turns, self.kv.page_size, self._windows, most_single, self._long_prompts)
         return self._without_padded_ids(prefill_step(self._operators, tokens, marks))
 
     def _without_padded_ids(self, logits: torch.Tensor) -> torch.Tensor:
@@ -81,8 +95,8 @@ class PrefillStep:
 class _BucketedPrefill(PrefillStep, ABC):
     """With shapes: all but how a padded step is run."""
 
-    def __init__(self, operators: Operators, limits: Limits, graph_tokens: int):
-        super().__init__(operators, limits.max_model_len)
+    def __init__(self, operators: Operators, limits: Limits, graph_tokens: int, long_prompts: LongPrompts | None = None):
+        super().__init__(operators, limits.max_model_len, long_prompts)
         most = BUCKETS[-1] if takes_flash(operators.kv.keys) else MAX_SQUARE_TOKENS
         self._graph_tokens = min(graph_tokens, limits.max_step_tokens, most)
         self._buckets = buckets_up_to(self._graph_tokens)
@@ -194,7 +208,8 @@ class _BucketedPrefill(PrefillStep, ABC):
             starts = self._starts[: shape.num_prompts + 2]
             return PackedRows(begin, begin + num_tokens, starts, num_tokens, window=window)
         if window is None:
-            return Chunk(0, num_tokens, num_tokens)
+            # By the shape alone, not by what has come: what is computed before a capture and what is captured are to be the same.
+            return Chunk(0, num_tokens, num_tokens, is_long=self._long_prompts.takes(num_tokens))
         return PackedRows(0, num_tokens, self._whole_starts[num_tokens], num_tokens, (num_tokens,), window)
 
     def _padded_to(self, shape: StepShape) -> StepShape | None:
@@ -223,16 +238,16 @@ class GraphPrefill(_BucketedPrefill):
 
     def __init__(
         self, operators: Operators, limits: Limits, graph_tokens: int, stock_up: Callable[[], None] = lambda: None,
-        most_rows: int | None = None,
+        most_rows: int | None = None, long_prompts: LongPrompts | None = None,
     ):  # fmt: skip
-        super().__init__(operators, limits, graph_tokens)
+        super().__init__(operators, limits, graph_tokens, long_prompts)
         self._stock_up, self._most_rows = stock_up, most_rows
         self._num_asked: Counter[StepShape] = Counter()
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         if self._buckets:
             longest = self._graph_tokens if most_rows is None else min(self._graph_tokens, most_rows)
-            self.description = f"graphs up to {longest} tokens, kernels one by one above"
+            self.description = self._described(f"graphs up to {longest} tokens, kernels one by one above")
 
     def shape_for(self, num_single: int, lengths: Sequence[int]) -> StepShape | None:
         shape = super().shape_for(num_single, lengths)
@@ -262,7 +277,8 @@ class GraphPrefill(_BucketedPrefill):
         return logits
 
     def _first_run(self, shape: StepShape) -> torch.Tensor:
-        """Compute the padded step plainly, which makes the libraries' workspaces as well, then capture it for the next. Waits."""
+        """Compute the padded step plainly, which makes the libraries' workspaces and plans too, then capture it for the next.
+        Waits."""
         comm = self._operators.comm
         torch.cuda.synchronize()
         comm.barrier()

@@ -176,6 +176,38 @@ def test_a_request_waits_at_most_twice(folders, lengths, rules):
     assert count <= 2 and runs[0].stats.num_waits == 0
 
 
+@pytest.mark.parametrize("graph_tokens", (0, 2048))
+def test_long_prompts_before_and_after_cudnn_attends_them(tmp_path, monkeypatch, graph_tokens):
+    """The first of a padded length by FlashAttention; the second by cuDNN, plainly or when it is captured; the third by its plan
+    or from its graph. Tokens in bf16 part at near-ties only, from each other and from transformers."""
+    import kernels.long_attention as long_attention
+    from tests.near_ties import MOST_TIES, Reference
+    from tests.token_cases import Rows, save_mild_model
+
+    calls, attend = [], long_attention.cudnn_attention
+    monkeypatch.setattr(long_attention, "cudnn_attention", lambda q, k, v: calls.append(q.shape[2]) or attend(q, k, v))
+    folder, long_rows = save_mild_model(tmp_path), Rows.draw((1600, 2048, 3000), 40)
+    settings = {"dtype": "bfloat16", "max_batch": 1, "max_model_len": 4096, "max_step_tokens": 4096, "is_prefix_reuse": False}
+    replica = open_replica(folder, "cuda", graph_tokens=graph_tokens, **settings)
+    assert "cuDNN's attention" in replica.backend.description
+    runs, called = [], []
+    for _ in range(3):
+        calls.clear()
+        runs.append(answer_on_gpu(replica, long_rows.requests).token_ids)
+        called.append(list(calls))
+    each = {length: [length] * 3 for length in (1792, 2048, 3072)}  # three layers
+    if graph_tokens:  # computed and captured, then replayed
+        assert called == [[], each[1792] * 2 + each[2048] * 2 + each[3072], each[3072]]
+    else:
+        assert called == [[], each[1792] + each[2048] + each[3072], each[1792] + each[2048] + each[3072]]
+    assert runs[2] == runs[1]
+    reference = Reference(folder, "cuda")
+    for what, wanted, found in (("cuDNN's against FlashAttention's", runs[0], runs[1]), ("cuDNN's", None, runs[1])):
+        tally = reference.compare(long_rows.prompts, wanted, found, torch.bfloat16)
+        print(f"{what}: {tally}")
+        assert tally.tie_rate < MOST_TIES
+
+
 def test_a_prompt_of_30_000_tokens(tmp_path_factory):
     from tests.cpu.tiny import make_model, save_model
 

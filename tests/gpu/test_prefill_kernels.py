@@ -7,8 +7,9 @@ import torch
 
 from kernels.add_norm import add_norm, launch_add_norm, load_add_norm
 from kernels.build import Build, default_cache_folder
-from kernels.chunk_attention import PackedRows, chunk_attention, plan_chunk
+from kernels.chunk_attention import Chunk, PackedRows, chunk_attention, plan_chunk
 from kernels.fp8_linear import open_scaled_linear, scaled_linear
+from kernels.long_attention import takes_long
 from kernels.paged_attention import paged_attention, plan_row
 from kernels.quantize import FP8, quantize
 from kernels.quantize_rows import launch_quantize_rows, load_quantize_rows, quantize_rows
@@ -137,6 +138,81 @@ def test_packed_rows_in_a_graph(dtype, window, num_q, num_kv, dim):
                 wanted = chunk_attention(own, cache.float(), cache.float(), (chunk,), 16)
                 torch.testing.assert_close(found[at : at + length].float(), wanted, atol=scale, rtol=scale)
             at += length
+
+
+LONG = (1536, 1537, 2047, 2048, 2300, 4096)
+# Of a head's result, relative. The rounding of weights and results is 2**-9 or 2**-12 of each, at most; tens of keys that are
+# missed, or seen in excess, are a tenth at these lengths.
+LONG_ERROR = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+
+
+def check_long(found: torch.Tensor, qkv: torch.Tensor, num_kv: int, what: str) -> None:
+    cache = torch.empty(16, num_kv, qkv.shape[2], device="cuda")
+    wanted = chunk_attention(qkv.float(), cache, cache, (Chunk(0, qkv.shape[0], qkv.shape[0]),), 16)
+    error = float(((found.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
+    print(f"{what}, {qkv.dtype}, {tuple(qkv.shape)}: relative error of a head at most {error:.5f}")
+    assert error < LONG_ERROR[qkv.dtype]
+
+
+def poison_free_memory(num_bytes: int) -> None:
+    """What torch allocates next, up to so many bytes, holds NaN."""
+    torch.cuda.empty_cache()
+    torch.full((num_bytes // 4,), NAN, device="cuda")
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype", LONG_ERROR)
+@pytest.mark.parametrize("length", LONG)
+@pytest.mark.parametrize("num_q, num_kv, dim", [(28, 4, 128), (8, 1, 128), (14, 2, 64), (64, 8, 128), (4, 4, 64)])
+def test_long_attention(dtype, length, num_q, num_kv, dim):
+    qkv = rand(length + 5, num_q + 2 * num_kv, dim, dtype=dtype, seed=3)
+    cache, before = torch.full((16, num_kv, dim), NAN, device="cuda", dtype=dtype), qkv.clone()
+    assert takes_long(qkv), "cuDNN's attention is not to be had here"
+    poison_free_memory(1 << 30)
+    own = qkv[:length]
+    whole = chunk_attention(own, cache, cache, (Chunk(0, length, length, is_long=True),), 16)
+    assert whole.is_contiguous(), "what follows would copy"
+    check_long(whole, own, num_kv, "alone")
+    # Between other tokens, which are not touched; the same plan.
+    out = torch.full((length + 5, num_q, dim), NAN, device="cuda", dtype=dtype)
+    chunk_attention(qkv, cache, cache, (Chunk(3, length, length, is_long=True),), 16, out)
+    check_long(out[3 : length + 3], qkv[3 : length + 3], num_kv, "among others")
+    assert out[:3].isnan().all() and out[length + 3 :].isnan().all() and torch.equal(bits(qkv), bits(before))
+
+
+@pytest.mark.parametrize("length", (2047, 2048))
+@pytest.mark.parametrize("num_q, num_kv, dim", [(28, 4, 128), (14, 2, 64)])
+def test_long_attention_in_a_graph(length, num_q, num_kv, dim):
+    """The plan is made by the plain call before the capture; replays read what is in the buffers then."""
+    qkv = rand(length, num_q + 2 * num_kv, dim, dtype=torch.bfloat16)
+    cache, chunk = torch.full((16, num_kv, dim), NAN, device="cuda", dtype=qkv.dtype), Chunk(0, length, length, is_long=True)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        plain = chunk_attention(qkv, cache, cache, (chunk,), 16).clone()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        found = chunk_attention(qkv, cache, cache, (chunk,), 16)
+    found.fill_(NAN)
+    graph.replay()
+    assert torch.equal(found, plain)
+    for seed in (1, 2, 3):
+        qkv.copy_(rand(*qkv.shape, dtype=qkv.dtype, seed=seed))
+        found.fill_(NAN)
+        graph.replay()
+        check_long(found, qkv, num_kv, "replayed")
+
+
+def test_attention_of_20_000_tokens():
+    """Against FlashAttention, as the whole square of scores is too large."""
+    qkv = rand(20_000, 36, 128, dtype=torch.bfloat16)
+    cache = torch.full((16, 4, 128), NAN, device="cuda", dtype=qkv.dtype)
+    found, wanted = (
+        chunk_attention(qkv, cache, cache, (Chunk(0, 20_000, 20_000, is_long=is_long),), 16).float() for is_long in (True, False)
+    )
+    error = float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
+    print(f"relative difference of a head at most {error:.5f}")
+    assert error < 2 * LONG_ERROR[torch.bfloat16]
 
 
 @pytest.mark.parametrize("rows, width", [(17, 64), (512, 8192), (3, 29568), (1, 8)])
