@@ -131,46 +131,50 @@ bench-coldstart: BATCH := 32
 bench-speculate: MODEL := qwen2.5-72b
 bench-speculate: TP := 2
 bench-speculate: OUTPUT := 257
+bench-speculate: BATCH_OPTIONS = $(foreach batch,$(BATCH),--batch $(batch))
 bench-ways: TP := 2
 bench-ways: OUTPUT := 129
 DRAFT    ?= qwen2.5-0.5b
 # Of bench-speculate: RATE:DRAFTS, any number of them; empty for the bench's own.
 TRIALS   ?=
+# Of bench-speculate: requests for each row of a batch that is kept full; empty for a batch that is not filled up again.
+REFILLS  ?=
 # Of bench-ways: host_loop-eager, nccl-eager, one_shot-graph and so on, any number of them; empty for all.
 WAYS     ?=
+BATCH_OPTIONS  = --batch $(BATCH)
 CHECK_CASE     = $(call one-of,DTYPE,bf16 fp8 fp32)$(call one-of,EAGER,1)$(call one-of,TP,1 2 3 4 5 6 7 8)
 # $(call run-engine-bench,NAME): on TP ranks, with the options that all benches of the engine share.
 run-engine-bench = $(CHECK_CASE)$(MPS) $(PYTHON) $(if $(filter 1,$(TP)),,-m torch.distributed.run --standalone --nproc-per-node $(TP)) \
-	  -m engine.bench.$(1) --model $(MODEL) --dtype $(DTYPE) --batch $(BATCH) --prompt $(PROMPT) \
+	  -m engine.bench.$(1) --model $(MODEL) --dtype $(DTYPE) $(BATCH_OPTIONS) --prompt $(PROMPT) \
 	  $(if $(SHARD_OF),--shard-of $(SHARD_OF)) $(if $(EAGER),--eager) --record results/$(1).jsonl
 REPEATS_OPTION = $(if $(REPEATS),--repeats $(REPEATS))
 
 bench-decode:  ## On a machine with GPUs: ms a token; MODEL= TP= DTYPE= BATCH= PROMPT= OUTPUT= SHARD_OF= EAGER=1, MPS= where ranks share a GPU
-	$(call unused,WAYS DRAFT TRIALS REQUESTS LOAD_FORMAT GRAPH_TOKENS)$(call run-engine-bench,decode) --output $(OUTPUT) $(REPEATS_OPTION)
+	$(call unused,WAYS DRAFT TRIALS REFILLS REQUESTS LOAD_FORMAT GRAPH_TOKENS)$(call run-engine-bench,decode) --output $(OUTPUT) $(REPEATS_OPTION)
 
 bench-prefill:  ## On a machine with GPUs: ms to the first token; the variables of bench-decode but OUTPUT=, and GRAPH_TOKENS=
-	$(call unused,WAYS DRAFT TRIALS OUTPUT REQUESTS LOAD_FORMAT)$(call run-engine-bench,prefill) $(REPEATS_OPTION) \
+	$(call unused,WAYS DRAFT TRIALS REFILLS OUTPUT REQUESTS LOAD_FORMAT)$(call run-engine-bench,prefill) $(REPEATS_OPTION) \
 	  $(if $(GRAPH_TOKENS),--graph-tokens $(GRAPH_TOKENS))
 
 bench-stages:  ## On a machine with GPUs: where a decode step's and a prefill's time goes, by stages; the variables of bench-decode
-	$(call unused,WAYS DRAFT TRIALS REQUESTS LOAD_FORMAT GRAPH_TOKENS)$(call run-engine-bench,stages) --output $(OUTPUT) $(REPEATS_OPTION)
+	$(call unused,WAYS DRAFT TRIALS REFILLS REQUESTS LOAD_FORMAT GRAPH_TOKENS)$(call run-engine-bench,stages) --output $(OUTPUT) $(REPEATS_OPTION)
 
 bench-throughput:  ## On a machine with GPUs: REQUESTS= of mixed lengths at once, tok/s; the variables of bench-decode
-	$(call unused,WAYS DRAFT TRIALS REPEATS LOAD_FORMAT GRAPH_TOKENS)$(call run-engine-bench,throughput) --output $(OUTPUT) --requests $(REQUESTS)
+	$(call unused,WAYS DRAFT TRIALS REFILLS REPEATS LOAD_FORMAT GRAPH_TOKENS)$(call run-engine-bench,throughput) --output $(OUTPUT) --requests $(REQUESTS)
 
 bench-drift:  ## On a machine with GPUs: REQUESTS= prompts through a full batch, tok/s of each tenth, equal tokens on TP= ranks
-	$(call unused,WAYS DRAFT TRIALS REPEATS LOAD_FORMAT SHARD_OF GRAPH_TOKENS)$(call run-engine-bench,drift) --output $(OUTPUT) --requests $(REQUESTS)
+	$(call unused,WAYS DRAFT TRIALS REFILLS REPEATS LOAD_FORMAT SHARD_OF GRAPH_TOKENS)$(call run-engine-bench,drift) --output $(OUTPUT) --requests $(REQUESTS)
 
 bench-coldstart:  ## On a machine with GPUs: seconds from a process to its first token; MODEL= TP= DTYPE= BATCH= PROMPT= LOAD_FORMAT=auto MPS=
-	$(call unused,WAYS DRAFT TRIALS OUTPUT REQUESTS SHARD_OF EAGER GRAPH_TOKENS)$(CHECK_CASE)$(call one-of,LOAD_FORMAT,dummy auto)$(MPS) $(PYTHON) -m engine.bench.coldstart --model $(MODEL) --tp $(TP) --dtype $(DTYPE) \
+	$(call unused,WAYS DRAFT TRIALS REFILLS OUTPUT REQUESTS SHARD_OF EAGER GRAPH_TOKENS)$(CHECK_CASE)$(call one-of,LOAD_FORMAT,dummy auto)$(MPS) $(PYTHON) -m engine.bench.coldstart --model $(MODEL) --tp $(TP) --dtype $(DTYPE) \
 	  --batch $(BATCH) --prompt $(PROMPT) --load-format $(LOAD_FORMAT) $(REPEATS_OPTION) --record results/coldstart.jsonl
 
-bench-speculate:  ## On a machine with GPUs: decode with drafts that are right at a set rate; the variables of bench-decode, DRAFT=, TRIALS="0.8:5 0:adaptive"
+bench-speculate:  ## On a machine with GPUs: decode with drafts that are right at a set rate; the variables of bench-decode, DRAFT=, TRIALS="0.8:5 0:adaptive", BATCH="1 8 64", REFILLS=4 for a batch that is kept full
 	$(call unused,WAYS REQUESTS LOAD_FORMAT GRAPH_TOKENS EAGER)$(call run-engine-bench,speculate) --output $(OUTPUT) $(REPEATS_OPTION) \
-	  --draft $(DRAFT) $(foreach trial,$(TRIALS),--trial $(trial))
+	  --draft $(DRAFT) $(foreach trial,$(TRIALS),--trial $(trial)) $(if $(REFILLS),--refills $(REFILLS))
 
 bench-ways:  ## On a machine with two GPUs: TTFT, TPOT and host waits of every way to reduce, with graphs and without; the variables of bench-decode but SHARD_OF= and EAGER=, and WAYS="nccl-eager lamport-graph"
-	$(call unused,DRAFT TRIALS REQUESTS LOAD_FORMAT GRAPH_TOKENS EAGER SHARD_OF)$(call one-of,TP,2 3 4 5 6 7 8)$(CHECK_CASE)$(MPS) \
+	$(call unused,DRAFT TRIALS REFILLS REQUESTS LOAD_FORMAT GRAPH_TOKENS EAGER SHARD_OF)$(call one-of,TP,2 3 4 5 6 7 8)$(CHECK_CASE)$(MPS) \
 	  $(PYTHON) -m engine.bench.ways --model $(MODEL) --tp $(TP) --dtype $(DTYPE) --batch $(BATCH) --prompt $(PROMPT) --output $(OUTPUT) $(REPEATS_OPTION) $(foreach way,$(WAYS),--way $(way)) --record results/ways.jsonl
 
 bench-cpu: model  ## Decode and prefill against transformers on the default model, batch 1 and 8
@@ -186,11 +190,11 @@ results: $(if $(HAS_GPU),,$(PLOTTER))  ## Make results/README.md and its plots f
 	$(if $(HAS_GPU),$(PYTHON),$(BIN)/python) -m results.render $(if $(PLOTS),,--no-plots)
 
 eight-gpus:  ## On a machine with 4 or 8 GPUs: tests and benches of as many ranks, in ten minutes; REDUCED=1 to rehearse on fewer
-	$(call one-of,REDUCED,1)$(call unused,MODEL TP DTYPE BATCH PROMPT OUTPUT REQUESTS SHARD_OF EAGER REPEATS GRAPH_TOKENS CALLS MPS RANKS PLOTS)\
+	$(call one-of,REDUCED,1)$(call unused,REFILLS MODEL TP DTYPE BATCH PROMPT OUTPUT REQUESTS SHARD_OF EAGER REPEATS GRAPH_TOKENS CALLS MPS RANKS PLOTS)\
 	  PYTHON=$(PYTHON) sh launch/eight_gpus.sh $(if $(REDUCED),--reduced)
 
 bench: $(if $(HAS_GPU),,$(STAMP))  ## Every bench that this machine can run, with the plan first
-	$(call unused,WAYS DRAFT TRIALS MODEL TP DTYPE BATCH PROMPT OUTPUT REQUESTS SHARD_OF EAGER REPEATS LOAD_FORMAT GRAPH_TOKENS CALLS MPS)\
+	$(call unused,WAYS DRAFT TRIALS REFILLS MODEL TP DTYPE BATCH PROMPT OUTPUT REQUESTS SHARD_OF EAGER REPEATS LOAD_FORMAT GRAPH_TOKENS CALLS MPS)\
 	  $(if $(HAS_GPU),$(PYTHON),$(BIN)/python) -m engine.bench.plan
 
 clean:  ## Remove .venv, the model and caches

@@ -118,6 +118,13 @@ class Engine:
         if self._leader is not None:
             self._speculation = self._leader.speculation = None if depth is None else Speculation(None, depth)
 
+    def limit_batch(self, max_batch: int) -> None:
+        """For benches: at most `max_batch` rows at once from now on, no more than the engine was made for. *Collective*. Only
+        between two calls of `generate`. *Raises* ValueError for more."""
+        if not 1 <= max_batch <= self.settings.max_batch:
+            raise ValueError(f"an engine for {self.settings.max_batch} rows at once cannot take {max_batch}")
+        self.replica.scheduler.limits = replace(self.replica.scheduler.limits, max_batch=max_batch)
+
     @property
     def draft_depth(self) -> Depth | None:
         return None if self._speculation is None else self._speculation.depth

@@ -65,7 +65,8 @@ class BurstReader:
                 has_change = leader.has_change or not self._num_steps_more(burst)
                 if is_ending and not has_change:
                     return Way.ON
-                if has_change and leader.steps_ahead(burst) is not None and self._replica.can_go_ahead():
+                can_go_ahead = not self._num_drafts(burst.num_drafts) and self._replica.can_go_ahead()
+                if has_change and can_go_ahead and leader.steps_ahead(burst) is not None:
                     return Way.AHEAD
             self._read_step(burst)
         return Way.ANEW
@@ -81,7 +82,7 @@ class BurstReader:
             self._last, num_steps = burst, self._limit(leader.steps_ahead(burst), 0)
             leader.leave_ahead(burst)
             return leader.take_message(burst_steps=num_steps, is_chosen_alone=True, is_ahead=True)
-        num_drafts = leader.num_drafts_alone(replica.burst_backend.speculable)
+        num_drafts = self._num_drafts()
         num_steps = self._limit(leader.steps_alone(num_drafts), num_drafts)
         return leader.take_message(burst_steps=num_steps, num_drafts=num_drafts, is_chosen_alone=leader.is_chosen_alone())
 
@@ -107,11 +108,15 @@ class BurstReader:
 
     def _num_steps_more(self, burst: Burst) -> int:
         """By how many steps the running burst may be continued; by none if other rows or another number of drafts are due."""
-        num_drafts = self._leader.num_drafts_alone(self._replica.burst_backend.speculable, burst.num_drafts)
-        if not burst.is_settled or burst.num_drafts != num_drafts:
+        if not burst.is_settled or burst.num_drafts != self._num_drafts(burst.num_drafts):
             return 0
         steps = self._leader.steps_alone(burst.num_drafts, burst.sequences) - burst.num_unread
         return self._replica.room_ahead(max(0, self._limit(steps, burst.num_drafts)))
+
+    def _num_drafts(self, running: int | None = None) -> int:
+        """As `Leader.num_drafts_alone`."""
+        replica = self._replica
+        return self._leader.num_drafts_alone(replica.burst_backend.speculable, replica.scheduler.limits.max_batch, running)
 
     def _limit(self, num_steps: int, num_drafts: int) -> int:
         return min(MAX_SPECULATIVE_STEPS if num_drafts else MAX_BURST_STEPS, num_steps)

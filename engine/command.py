@@ -57,6 +57,7 @@ class CommandOptions:
     is_ngram: bool
     draft_model: str | None
     num_drafts: int | None
+    max_speculative_rows: int | None
     draft_kv_memory: int | None
     draft_placement: str
     draft_wait: str
@@ -96,6 +97,7 @@ class CommandOptions:
             is_ngram=self.is_ngram,
             draft_model=self.draft_model,
             num_drafts=self.num_drafts,
+            max_speculative_rows=self.max_speculative_rows,
             draft_kv_memory_bytes=self.draft_kv_memory,
             draft_placement=self.draft_placement,
             draft_wait=self.draft_wait,

@@ -17,7 +17,14 @@ import click
 
 from comm.choice_table import FORCED
 from engine.command import CommandOptions
-from engine.settings import DEFAULT_MAX_TOKENS, DRAFT_PLACEMENTS, DRAFT_WAITS, MAX_ADAPTIVE_DRAFTS, MAX_NUM_DRAFTS
+from engine.settings import (
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_SPECULATIVE_ROWS,
+    DRAFT_PLACEMENTS,
+    DRAFT_WAITS,
+    MAX_ADAPTIVE_DRAFTS,
+    MAX_NUM_DRAFTS,
+)
 from launch.comm_policy import NAMES
 from launch.environment import Environment
 from launch.errors import DoorbellError
@@ -142,6 +149,8 @@ def option(*names: str, **settings: object):
 @option("--num-drafts", type=click.IntRange(1, MAX_NUM_DRAFTS), metavar="K",
         show_default=f"up to {MAX_ADAPTIVE_DRAFTS}, by how a row's guesses hold",
         help=f"Guessed tokens a row and step, 1 to {MAX_NUM_DRAFTS}.")
+@option("--max-speculative-rows", type=click.IntRange(1), metavar="N", show_default=str(DEFAULT_SPECULATIVE_ROWS),
+        help="In graphs, batches with more rows than this decode without guesses, which would lose there.")
 @option("--draft-placement", type=click.Choice(DRAFT_PLACEMENTS), default=DRAFT_PLACEMENTS[0], show_default=True,
         help="In graphs, the draft model whole on all ranks, on the first, which hands its guesses to the others, or split over "
              "all ranks like the target. Without graphs it is whole on the first, which sends its guesses with the step.")

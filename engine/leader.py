@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import islice
 
 import torch
 
@@ -113,14 +114,16 @@ class Leader:
         """Rows join or leave with the next message."""
         return bool(self._message.finished or self._message.added)
 
-    def num_drafts_alone(self, speculable: Speculable | None, running: int | None = None) -> int:
+    def num_drafts_alone(self, speculable: Speculable | None, max_batch: int, running: int | None = None) -> int:
         """How many guesses a row the device is to make and verify in each step of the next burst, or of the one that has
-        `running`; 0 for none. `speculable`: what such bursts may be."""
-        if speculable is None or self.speculation is None or not 0 < len(self.samples) <= speculable.max_rows:
+        `running`; 0 for none. `speculable`: what such bursts may be; `max_batch`: most rows that run at once, those that have
+        been here longest."""
+        num_rows = min(len(self.samples), max_batch)
+        if speculable is None or self.speculation is None or not 0 < num_rows <= speculable.max_rows:
             return 0
-        if any(sample.sequence.rules.is_penalised for sample in self.samples.values()):
-            return 0  # what a row says within a step would change what it may say next
-        return min(self.speculation.choose_for_burst(running), speculable.max_drafts)
+        if any(sample.sequence.rules.is_penalised for sample in islice(self.samples.values(), num_rows)):
+            return 0
+        return min(self.speculation.choose_for_burst(num_rows, running), speculable.max_drafts)
 
     def steps_alone(self, num_drafts: int = 0, running: Iterable[Sequence] = ()) -> int:
         """How many steps every row past its prompt still needs, if all of its tokens can be chosen without rank 0; 0 if they
@@ -152,9 +155,10 @@ class Leader:
         return any(sequence.seq_id in self.samples for sequence in sequences)
 
     def steps_ahead(self, burst: Burst) -> int | None:
-        """How many steps without rank 0 there may be behind all that have been launched of `burst`, before these are read; 0 if
-        the next step is one that prefills. None if they have to be read first, or if nothing would be left to compute."""
-        if self.speculation is not None or self._bound:
+        """How many steps without rank 0 and without guesses there may be behind all that have been launched of `burst`, before
+        these are read; 0 if the next step is one that prefills. None if they have to be read first, or if nothing would be left
+        to compute."""
+        if not self.is_chosen_alone():
             return None
         left = [self._tokens_left(sample) - burst.num_unread for sample in self._open(burst)]
         staying = [count for count in left if count > 0]

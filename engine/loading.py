@@ -97,6 +97,10 @@ def check_speculation(settings: EngineSettings) -> None:
         raise UsageError("--num-drafts goes with --ngram or --draft-model")
     if settings.num_drafts is not None and not 1 <= settings.num_drafts <= MAX_NUM_DRAFTS:
         raise UsageError(f"--num-drafts must be 1 to {MAX_NUM_DRAFTS}, not {settings.num_drafts}")
+    if settings.max_speculative_rows is not None and not settings.is_ngram and settings.draft_model is None:
+        raise UsageError("--max-speculative-rows goes with --ngram or --draft-model")
+    if settings.max_speculative_rows is not None and settings.max_speculative_rows < 1:
+        raise UsageError(f"--max-speculative-rows must be a number of rows from 1 on, not {settings.max_speculative_rows}")
     if settings.draft_placement not in DRAFT_PLACEMENTS:
         raise UsageError(f"--draft-placement must be {' or '.join(DRAFT_PLACEMENTS)}, not {settings.draft_placement!r}")
     if settings.draft_placement != DRAFT_PLACEMENTS[0] and settings.draft_model is None:
@@ -146,7 +150,7 @@ def _draw_draft(settings: EngineSettings, device: torch.device, max_model_len: i
         return None
     own = replace(
         settings, model=settings.draft_model, max_model_len=None, draft_model=None, num_drafts=None, draft_kv_memory_bytes=None,
-        shard_of=None, draft_placement=DRAFT_PLACEMENTS[0], draft_wait=DRAFT_WAITS[0],
+        max_speculative_rows=None, shard_of=None, draft_placement=DRAFT_PLACEMENTS[0], draft_wait=DRAFT_WAITS[0],
     )  # fmt: skip
     try:
         draft = draw_blueprint(own, World(device=device))

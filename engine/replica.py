@@ -192,10 +192,12 @@ class Replica:
         return is_whole and all(row.is_decode and not row.draft_ids for row in rows)
 
     def _begin(self, sequences: list[Sequence]) -> Burst:
-        """With as many drafts as rank 0 asks for, or none where there is no room for them."""
+        """With as many drafts as rank 0 asks for; or none where there is no room for them, or where what a row says within a step
+        would change what it may say next: rank 0 knows which rows are here, and not for certain which of them run."""
         lengths = {sequence: sequence.num_computed for sequence in sequences}
         has_room = self._room(lengths, 1, 1 + self._num_drafts) > 0
-        return self.burst_backend.begin(sequences, self._num_drafts if has_room else 0)
+        is_free = not any(sequence.rules.is_penalised for sequence in sequences)
+        return self.burst_backend.begin(sequences, self._num_drafts if has_room and is_free else 0)
 
     def _room(self, lengths: dict[Sequence, int], limit: int, width: int) -> int:
         """How many steps of `width` tokens a row, at most `limit`, there are pages and positions for."""

@@ -8,6 +8,9 @@ DEFAULT_MAX_TOKENS = 512
 DEFAULT_PAGE_SIZE = 16
 MAX_ADAPTIVE_DRAFTS = 8  # of a row and step, where it is not said how many
 MAX_NUM_DRAFTS = 16
+# Batches with more rows than this decode without guesses, in graphs: there they lose. Where is measured by
+# `make bench-speculate REFILLS=4 BATCH="1 2 4 8 16 32 48 64"`, a batch that is kept full.
+DEFAULT_SPECULATIVE_ROWS = 16
 # Of a draft model in graphs: whole on all ranks, whole on the first, which hands its drafts to the others, or split over all.
 DRAFT_PLACEMENTS = ("all", "first", "split")
 DRAFT_WAITS = ("kernel", "stream")  # `comm.device_signal.WAITS`, which is not to be imported for a list of options
@@ -30,6 +33,7 @@ class EngineSettings:
     `None` in `max_model_len` means the model's own limit. `is_ngram` or `draft_model` (a folder or shape, like `model`) switch
     speculation on, with `num_drafts` guessed tokens a row and step (None: as many as pay); `draft_placement`: of a draft
     model in graphs, one of `DRAFT_PLACEMENTS`; `draft_wait`: how drafts of the first rank are waited for, one of `DRAFT_WAITS`;
+    `max_speculative_rows`: in graphs, batches with more rows than this decode without guesses; None for the measured border;
     `draft_kv_memory_bytes`: the draft model's KV cache without graphs, whole on rank 0.
     `is_eager`: plain torch steps on a GPU, no graphs and no bursts; a CPU has none anyway.
     `is_profiled`: steps are timed stage by stage (`engine.profile`). `graph_tokens`: the most new tokens of a step that prefills
@@ -57,6 +61,7 @@ class EngineSettings:
     is_ngram: bool = False
     draft_model: str | None = None
     num_drafts: int | None = None
+    max_speculative_rows: int | None = None
     draft_kv_memory_bytes: int | None = None
     draft_placement: str = "all"
     draft_wait: str = "kernel"

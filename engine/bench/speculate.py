@@ -1,25 +1,29 @@
 """Speculation on GPUs at an acceptance that is set: how much faster than without, and where a step's time goes.
 
-Random weights accept no real draft, so an oracle takes the draft model's place in what is proposed: the target's own next token
-with a probability that is given, else another one. The draft model is run all the same, for its time. Prompts are random, answers
-greedy, and no row ends before its last token.
+Random weights accept no real draft, so a draft of the model is taken to hold with a probability that is given, whatever it is
+(`engine.bench.acceptance`). Prompts are random, and no row ends before its last token.
 
 A case is RATE:DRAFTS, such as 0.8:5, or RATE:adaptive for as many as pay. TPOT is as in `engine.bench.decode`. A step's time is
-TPOT times the tokens of a step; what a step takes with an oracle alone, no model beside it and nothing accepted, is its
-verification.
+TPOT times the tokens of a step; what a step takes without the draft model, nothing accepted, is its verification. Several rows
+with drafts that hold now and then end apart, and TPOT is that of the slowest; at a rate of 0 it is a step's.
+
+With `--refills N` the batch is kept full instead (`engine.bench.speculate_load`), which tells up to how many rows drafts pay.
+Several `--batch` are measured one after the other, the weights loaded once.
 Start it with torchrun for TP above 1. `--shard-of N` measures one rank of N without its peers.
 """
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from engine.api import Engine
+from engine.bench.drafted import Bench, DraftSource, Timing, Trial
 from engine.bench.load import (
+    MAX_BATCH,
     Case,
     describe_case,
     device_name,
@@ -28,105 +32,22 @@ from engine.bench.load import (
     make_prompts,
     open_engine,
     refuse_cpu_record,
-    run_once,
 )
-from engine.bench.oracle import OracleDrafts
 from engine.bench.records import Record, commit
 from engine.bench.roof import DATASHEET_TB_S, Reads, weight_bytes
-from engine.drafts.depth import Depth, FixedDepth, expected_tokens
-from engine.drafts.speculation import DraftStats
-from engine.graph.speculative_step import DeviceDrafter
+from engine.bench.speculate_load import MIN_REFILLS, describe_load, draw_load, make_load_record
+from engine.drafts.depth import expected_tokens
 from engine.settings import DRAFT_PLACEMENTS, DRAFT_WAITS
 from launch.environment import Environment
 
 DEFAULT_TRIALS = ("0.8:5", "0.6:4", "0:4", "0:adaptive")
 
 
-@dataclass(frozen=True)
-class Trial:
-    """`rate`: the chance of a guess to be right. `num_drafts`: None for as many as pay."""
-
-    rate: float
-    num_drafts: int | None
-
-    @classmethod
-    def parse(cls, text: str) -> Trial:
-        """*Raises* `click.BadParameter`."""
-        rate, _, count = text.partition(":")
-        try:
-            trial = cls(float(rate), None if count == "adaptive" else int(count))
-        except ValueError:
-            raise click.BadParameter(f"{text!r} is not RATE:DRAFTS, such as 0.8:5 or 0.8:adaptive") from None
-        if not 0.0 <= trial.rate <= 1.0 or (trial.num_drafts is not None and not 1 <= trial.num_drafts <= 16):
-            raise click.BadParameter(f"{text!r}: a rate is 0 to 1, and drafts are 1 to 16")
-        return trial
-
-
-@dataclass(frozen=True)
-class Timing:
-    tpot_ms: float
-    stats: DraftStats | None
-
-
-class Bench:
-    """One engine, its oracle, and the prompts of a case. *Collective*: all methods."""
-
-    def __init__(self, engine: Engine, case: Case, repeats: int):
-        self._engine, self._case, self._repeats = engine, case, repeats
-        self._prompts = make_prompts(case, engine.blueprint.config.full_vocab)
-        self._backend = engine.replica.burst_backend
-        self._model, self._adaptive = self._backend.drafter, engine.draft_depth
-        self._answers: list[list[int]] = []
-
-    def time_plain(self) -> float:
-        """TPOT in ms without drafts."""
-        self._answers = self._say(None)
-        return self._time(None).tpot_ms
-
-    def time_trial(self, trial: Trial) -> Timing:
-        depth = self._adaptive if trial.num_drafts is None else FixedDepth(trial.num_drafts)
-        return self._time_drafts(trial.rate, depth, self._model)
-
-    def time_verification(self, num_drafts: int) -> float:
-        """Of a step, in ms."""
-        return self._time_drafts(0.0, FixedDepth(num_drafts), None).tpot_ms
-
-    def _time_drafts(self, rate: float, depth: Depth, inner: DeviceDrafter | None) -> Timing:
-        config, speculable = self._engine.blueprint.config, self._backend.speculable
-        device = self._engine.replica.device
-        oracle = OracleDrafts(rate, config.full_vocab, speculable.max_rows, speculable.max_tokens, device, inner)
-        self._backend.replace_drafter(oracle)
-        # Verification multiplies other numbers of rows than plain steps and may round near-ties the other way: what it says
-        # itself, whatever is proposed, is right.
-        oracle.answers = self._answers
-        self._answers = oracle.answers = self._say(depth)
-        return self._time(depth)
-
-    def _say(self, depth: Depth | None) -> list[list[int]]:
-        """Prompts and answers, the same on all ranks."""
-        self._engine.restart_drafts(depth)
-        run = run_once(self._engine, self._prompts, [self._case.output] * self._case.batch)
-        return [[*prompt, *token_ids] for prompt, token_ids in zip(self._prompts, run.token_ids)]
-
-    def _time(self, depth: Depth | None) -> Timing:
-        seconds: dict[int, list[float]] = {1: [], self._case.output: []}
-        stats = None
-        for repeat in range(1 + self._repeats):
-            for num_tokens, times in seconds.items():
-                self._engine.restart_drafts(depth)
-                run_once(self._engine, self._prompts, [num_tokens] * self._case.batch)
-                stats = self._engine.draft_stats
-                if repeat > 0:
-                    times.append(self._engine.run_s)
-        first, whole = (statistics.median(times) for times in seconds.values())
-        return Timing(1e3 * (whole - first) / (self._case.output - 1), stats)
-
-
 def make_record(
-    case: Case, draft: str, placement: str, wait: str, trial: Trial, timing: Timing, plain_ms: float, verify_ms: float | None,
-    reads: Reads, draft_bytes: int, backend: str, comm: str,
+    case: Case, source: DraftSource, trial: Trial, timing: Timing, plain_ms: float, verify_ms: float | None, reads: Reads,
+    draft_bytes: int, backend: str, comm: str,
 ) -> Record:  # fmt: skip
-    """`wait`: of `DRAFT_WAITS`, part of the case where drafts are handed on."""
+    """Of a batch that is not filled up again."""
     stats = timing.stats
     metrics = {
         "tpot_ms": timing.tpot_ms,
@@ -146,13 +67,8 @@ def make_record(
     if trial.num_drafts is not None:
         floor_s = (reads.total + trial.num_drafts * draft_bytes) / (DATASHEET_TB_S * 1e12)
         ceiling["tpot_ms"] = 1e3 * floor_s / expected_tokens(trial.rate, trial.num_drafts)
-    own = {
-        "draft": draft, "placement": placement, "rate": trial.rate, "num_drafts": trial.num_drafts or "adaptive",
-        "acceptance": "set", **({"wait": wait} if placement == "first" else {}),
-    }  # fmt: skip
-    return Record(
-        "speculate", {**vars(case), **own, "backend": backend, "comm": comm}, metrics, ceiling, {}, checked=True
-    )
+    whole = {**vars(case), **source.case_of(trial), "backend": backend, "comm": comm}
+    return Record("speculate", whole, metrics, ceiling, {}, checked=True)
 
 
 def describe(record: Record) -> list[str]:
@@ -174,6 +90,43 @@ def describe(record: Record) -> list[str]:
     return lines
 
 
+def measure(engine: Engine, cases: list[Case], source: DraftSource, trials: list[Trial], repeats: int) -> Iterator[Record | None]:
+    """One record a case and trial, of batches that are not filled up again; None on ranks without times. *Collective*."""
+    bench, blueprint = Bench(engine, repeats), engine.blueprint
+    counts = sorted({trial.num_drafts for trial in trials if trial.num_drafts is not None})
+    for case in cases:
+        prompts = make_prompts(case, blueprint.config.full_vocab)
+        plain_ms = bench.time_plain(prompts, case.output)
+        verify = {count: bench.time_verification(count, prompts, case.output) for count in counts}
+        reads, draft_bytes = Reads.of(case, blueprint), weight_bytes(case, blueprint.graph_draft)
+        for trial in trials:
+            timing = bench.time_trial(trial, prompts, case.output)
+            yield None if timing.stats is None else make_record(
+                case, source, trial, timing, plain_ms, verify.get(trial.num_drafts), reads, draft_bytes, engine.backend,
+                engine.comm.name,
+            )  # fmt: skip
+
+
+def measure_loads(
+    engine: Engine, cases: list[Case], source: DraftSource, trials: list[Trial], refills: int
+) -> Iterator[Record | None]:
+    """One record a case and trial, of batches that are kept full; None on ranks without times. *Collective*."""
+    bench = Bench(engine, repeats=1)
+    for case in cases:
+        engine.limit_batch(case.batch)
+        warm_up, requests = draw_load(case, refills, engine.blueprint.config.full_vocab)
+        plain = None
+        for trial in (None, *trials):
+            bench.time_load(trial, warm_up)
+            timing = bench.time_load(trial, requests)
+            if trial is None:
+                plain = timing
+            else:
+                yield None if timing.stats is None else make_load_record(
+                    case, requests, source, trial, timing, plain, engine.backend, engine.comm.name
+                )
+
+
 @click.command()
 @engine_options
 @click.option("--draft", default="qwen2.5-0.5b", show_default=True, help="The draft model's shape.")
@@ -181,43 +134,48 @@ def describe(record: Record) -> list[str]:
 @click.option("--draft-wait", type=click.Choice(DRAFT_WAITS), default=DRAFT_WAITS[0], show_default=True,
               help="How ranks that are handed drafts wait for them.")
 @click.option("--trial", "trials", multiple=True, default=DEFAULT_TRIALS, show_default=True, help="RATE:DRAFTS; any number.")
-@click.option("--batch", type=click.IntRange(1, 16), default=1, show_default=True, help="Rows computed at once.")
+@click.option("--batch", "batches", type=click.IntRange(1, MAX_BATCH), multiple=True, default=(1,), show_default=True,
+              help="Rows computed at once; any number, one after the other.")
 @click.option("--prompt", type=click.IntRange(1), default=512, show_default=True, help="Tokens of a prompt.")
-@click.option("--output", type=click.IntRange(2), default=257, show_default=True, help="Tokens of an answer.")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--output", type=click.IntRange(2), default=257, show_default=True,
+              help="Tokens of an answer; with --refills on average.")
+@click.option("--repeats", type=click.IntRange(1), show_default="3", help="Not with --refills.")
+@click.option("--refills", type=click.IntRange(MIN_REFILLS), metavar="N", show_default="the batch is not filled up again",
+              help="Keep the batch full: N requests for each of its rows, all there at once, with answers of mixed lengths.")
 def main(
     model: str, dtype: str, shard_of: int | None, eager: bool, device: str, record: Path | None, draft: str,
-    draft_placement: str, draft_wait: str, trials: tuple[str, ...], batch: int, prompt: int, output: int, repeats: int,
+    draft_placement: str, draft_wait: str, trials: tuple[str, ...], batches: tuple[int, ...], prompt: int, output: int,
+    repeats: int | None, refills: int | None,
 ) -> None:  # fmt: skip
     """Time decode steps with drafts on all ranks of this world."""
     refuse_cpu_record(record, device)
     if eager or device == "cpu":
         raise click.UsageError("what is measured is made of graphs on GPUs")
+    if refills is not None and repeats is not None:
+        raise click.UsageError("--repeats is of a batch that is not filled up again; with --refills there is one run")
     commit()
     parsed = [Trial.parse(text) for text in trials]
     environment = Environment.read()
     if draft_wait != DRAFT_WAITS[0] and environment.world_size == 1:
         raise click.UsageError("--draft-wait is of ranks that are handed drafts, and this process is alone")
-    case = Case.here(model, device, dtype, batch, prompt, output, shard_of)
-    source = {"draft_model": draft, "draft_placement": draft_placement, "draft_wait": draft_wait}
-    with errors_in_one_line(), open_engine(case, model, device, shard_of, **source) as engine:
-        bench = Bench(engine, case, repeats)
-        plain_ms = bench.time_plain()
-        counts = sorted({trial.num_drafts for trial in parsed if trial.num_drafts is not None})
-        verify = {count: bench.time_verification(count) for count in counts}
-        timings = [bench.time_trial(trial) for trial in parsed]
-        blueprint, backend, comm = engine.blueprint, engine.backend, engine.comm.name
-    if environment.rank != 0:
-        return
-    reads, draft_bytes = Reads.of(case, blueprint), weight_bytes(case, blueprint.graph_draft)
-    for trial, timing in zip(parsed, timings):
-        result = make_record(
-            case, draft, draft_placement, draft_wait, trial, timing, plain_ms, verify.get(trial.num_drafts), reads, draft_bytes,
-            backend, comm,
-        )
-        click.echo("\n".join(describe(result)))
-        if record is not None:
-            result.append_to(record, device_name(shard_of), "engine.bench.speculate", environment.world_size)
+    largest = Case.here(model, device, dtype, max(batches), prompt, output, shard_of)
+    cases = [replace(largest, batch=batch) for batch in batches]
+    source = DraftSource(draft, draft_placement, draft_wait)
+    settings = {"draft_model": draft, "draft_placement": draft_placement, "draft_wait": draft_wait}
+    settings["max_speculative_rows"] = largest.batch
+    if refills is not None:
+        settings |= {"max_model_len": prompt + output * 3 // 2, "max_step_tokens": None}  # None: the engine's own choice
+    with errors_in_one_line(), open_engine(largest, model, device, shard_of, **settings) as engine:
+        if refills is None:
+            found = measure(engine, cases, source, parsed, repeats or 3)
+        else:
+            found = measure_loads(engine, cases, source, parsed, refills)
+        for result in found:
+            if result is None or environment.rank != 0:
+                continue
+            click.echo("\n".join(describe(result) if refills is None else describe_load(result)))
+            if record is not None:
+                result.append_to(record, device_name(shard_of), "engine.bench.speculate", environment.world_size)
 
 
 if __name__ == "__main__":

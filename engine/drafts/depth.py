@@ -1,4 +1,4 @@
-"""How many tokens to guess for a row: a fixed number, or as many as pay, by how the row's guesses have held lately."""
+"""How many tokens to guess for a row: a fixed number, or as many as pay, by how guesses held lately and what a step takes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ BURST_HISTORY = 64  # proposals, of all rows, that are remembered
 RETRY_STEPS = 128  # without guesses before they are tried again
 KEPT_ON_RETRY = 2  # proposals that are remembered then, so that it begins with few guesses
 CHANGE_GAIN = 1.03  # another number of guesses ends a burst, which the device notices
+FEW_TOKENS = 16  # of a step; so many are multiplied while the weights are read, by the kernels for few rows
 
 Proposals = Iterable[tuple[int, int]]  # (drafts verified, how many of them held), the same as `DraftRow.history`
 
@@ -45,6 +46,31 @@ class HeldInBursts:
 
 
 @dataclass(frozen=True)
+class StepCosts:
+    """What a step takes, in steps of one row without guesses. Where the numbers are from: `engine.drafts.loading`.
+
+    `draft`: guessing one more token of one row. `verify`: verifying at all. `token`, `many`: one more token of the step, whether
+    a row's only one or a guess, up to `FEW_TOKENS` and beyond.
+    """
+
+    draft: float
+    verify: float = 0.0
+    token: float = 0.0
+    many: float = 0.0
+
+    def time(self, num_rows: int, num_drafts: int) -> float:
+        """Of a step of `num_rows` rows with `num_drafts` guesses each. It computes `num_rows * (num_drafts + 1)` tokens; a model
+        that guesses runs `num_drafts` times before it, and its steps grow with the rows as the target's do."""
+        whole = self._growth(num_rows * (num_drafts + 1))
+        return whole + self.verify + num_drafts * self.draft * self._growth(num_rows) if num_drafts else whole
+
+    def _growth(self, num_tokens: int) -> float:
+        """Of a step of so many tokens beside one of a single token."""
+        num_few = min(num_tokens, FEW_TOKENS)
+        return 1.0 + self.token * (num_few - 1) + self.many * (num_tokens - num_few)
+
+
+@dataclass(frozen=True)
 class FixedDepth:
     """`most` guesses, always."""
 
@@ -53,35 +79,33 @@ class FixedDepth:
     def choose(self, history: Proposals) -> int:
         return self.most
 
-    def choose_for_burst(self, held: HeldInBursts, running: int | None = None) -> int:
+    def choose_for_burst(self, held: HeldInBursts, num_rows: int, running: int | None = None) -> int:
         return self.most
 
 
 @dataclass(frozen=True)
 class AdaptiveDepth:
-    """1 to `most` guesses: the number that gives most tokens for the time of a step.
-
-    `cost`: of guessing one more token and verifying it, as a share of a step without guesses. `start_cost`: of verifying at all.
-    """
+    """1 to `most` guesses: the number that gives most tokens for the time of a step. In bursts 0 where any would lose; none are
+    tried where they would have to hold more often than they are believed to beforehand."""
 
     most: int
-    cost: float
-    start_cost: float = 0.0
+    costs: StepCosts
 
     def choose(self, history: Proposals) -> int:
         p = hit_rate(history)
         return max(range(1, self.most + 1), key=lambda num: self._gain(p, num))
 
-    def choose_for_burst(self, held: HeldInBursts, running: int | None = None) -> int:
-        """0 to `most`; `running`, if that is about as good."""
-        best = max(range(self.most + 1), key=lambda num: self._gain(held.rate, num))
-        is_near = running is not None and self._gain(held.rate, best) < CHANGE_GAIN * self._gain(held.rate, running)
+    def choose_for_burst(self, held: HeldInBursts, num_rows: int, running: int | None = None) -> int:
+        """0 to `most`, for each of `num_rows` rows; `running`, if that is about as good."""
+        p = held.rate
+        gains = [self._gain(p, num, num_rows) for num in range(self.most + 1)]
+        best = gains.index(max(gains))
+        is_near = running is not None and gains[best] < CHANGE_GAIN * gains[running]
         return running if is_near and not (running == 0 and best > 0) else best
 
-    def _gain(self, p: float, num_drafts: int) -> float:
-        """Tokens for the time of a step without guesses."""
-        start = self.start_cost if num_drafts else 0.0
-        return expected_tokens(p, num_drafts) / (1.0 + start + self.cost * num_drafts)
+    def _gain(self, p: float, num_drafts: int, num_rows: int = 1) -> float:
+        """Tokens of a row for the time of a step of one row without guesses."""
+        return expected_tokens(p, num_drafts) / self.costs.time(num_rows, num_drafts)
 
 
 Depth = FixedDepth | AdaptiveDepth

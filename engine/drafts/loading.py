@@ -6,7 +6,7 @@ from pathlib import Path
 
 from comm.single import SingleCommunicator
 from engine.byte_text import ByteText
-from engine.drafts.depth import AdaptiveDepth, Depth, FixedDepth
+from engine.drafts.depth import AdaptiveDepth, Depth, FixedDepth, StepCosts
 from engine.drafts.model import ModelDrafter
 from engine.drafts.ngram import NgramDrafter
 from engine.drafts.speculation import Drafter, Speculation
@@ -23,12 +23,15 @@ from launch.errors import ModelError, UsageError
 # The draft's KV cache beside the target's, unless its size is given. A token of a draft a tenth of the target's size takes about
 # a tenth of the bytes, so this is room for more rows than the target has.
 DRAFT_KV_SHARE = 0.25
-# Of one more token in a target's step, as a share of the step, and of having any. On a GPU as measured with 72B at five and six
-# rows (`results/speculate.jsonl`): other products, one kernel more a layer. A small draft's step takes longer than its bytes say,
-# by the last factor. A CPU multiplies for each row; its number is a guess.
-VERIFY_COST = {"cuda": 0.005, "cpu": 0.15}
-START_COST = {"cuda": 0.12, "cpu": 0.0}
-DRAFT_COST = 3.0
+# The `StepCosts` of a GPU and a CPU, but for `draft`. `make bench-speculate BATCH="1 4 16 32" TRIALS="0:1 0:3"` measures them:
+# there a step without guesses takes `plain_tpot_ms`, its verification `verify_ms`, a row's guess `draft_ms` over their number.
+# - VERIFY_COST: of having any to verify, other products and one kernel more a layer; with 72B at five and six tokens.
+# - TOKEN_COST: of a token among the first 16, from the same steps. A CPU multiplies for each; its number is a guess.
+# - MANY_COST: of a token behind them, where matrix units multiply; between 16 and 32 rows of 7B in `results/decode.jsonl`.
+VERIFY_COST = {"cuda": 0.12, "cpu": 0.0}
+TOKEN_COST = {"cuda": 0.005, "cpu": 0.15}
+MANY_COST = {"cuda": 0.015, "cpu": 0.15}
+DRAFT_COST = 3.0  # a small draft's step takes longer than its bytes say, by this factor; with a 0.5B draft beside 72B
 # Of a layer of a draft model that is split over ranks: what an H200 could read beside the layer's own bytes, 110 MB in the 24 us
 # that a layer of the 0.5B takes beyond its reads (same records), and 40 MB during its two sums. The sums are not measured there.
 SPLIT_LAYER_BYTES = 150e6
@@ -74,7 +77,7 @@ def _depth(blueprint: Blueprint, is_on_device: bool) -> Depth:
     num_drafts, draft = blueprint.settings.num_drafts, blueprint.graph_draft if is_on_device else blueprint.draft
     if num_drafts is not None:
         return FixedDepth(num_drafts)
-    cost = VERIFY_COST[blueprint.device.type]
+    kind, cost = blueprint.device.type, 0.0
     if draft is not None:  # a step of few rows takes as long as its weights take to read
         target_bytes = shard_bytes(blueprint.config, blueprint.plan, blueprint.dtype, blueprint.is_fp8)
         draft_bytes = shard_bytes(draft.config, draft.plan, draft.dtype)
@@ -82,8 +85,8 @@ def _depth(blueprint: Blueprint, is_on_device: bool) -> Depth:
             draft_bytes *= DRAFT_COST
         else:
             draft_bytes += SPLIT_LAYER_BYTES * draft.config.num_layers
-        cost += draft_bytes / target_bytes
-    return AdaptiveDepth(MAX_ADAPTIVE_DRAFTS, cost, START_COST[blueprint.device.type])
+        cost = draft_bytes / target_bytes
+    return AdaptiveDepth(MAX_ADAPTIVE_DRAFTS, StepCosts(cost, VERIFY_COST[kind], TOKEN_COST[kind], MANY_COST[kind]))
 
 
 def _build_model(blueprint: Blueprint, draft: Blueprint, num_ids: int) -> ModelDrafter:

@@ -163,9 +163,9 @@ class Speculation:
         """A step of a burst had no drafts."""
         self._held.note_without()
 
-    def choose_for_burst(self, running: int | None = None) -> int:
-        """How many drafts all rows of the next burst get, or of the one that has `running`; 0 if none pay."""
-        return self.depth.choose_for_burst(self._held, running)
+    def choose_for_burst(self, num_rows: int, running: int | None = None) -> int:
+        """How many drafts each of the `num_rows` rows of the next burst gets, or of the one that has `running`; 0 if none pay."""
+        return self.depth.choose_for_burst(self._held, num_rows, running)
 
     def expected_tokens(self, num_drafts: int) -> float:
         """Tokens that a step of a burst with `num_drafts` drafts gives a row, as they have held lately."""

@@ -20,12 +20,10 @@ from engine.graph.step import BurstBackend, GraphStep, buckets_for
 from engine.graph.step_shape import tokens_worth_a_graph
 from engine.profile.step_profiler import NO_PROFILER, StepProfiler
 from engine.scheduler import Limits
-from engine.settings import MAX_ADAPTIVE_DRAFTS, EngineSettings
+from engine.settings import DEFAULT_SPECULATIVE_ROWS, MAX_ADAPTIVE_DRAFTS, EngineSettings
 from kernels.build import Build, default_cache_folder
 from kernels.ngram_drafts import launch_ngram_drafts, load_ngram_drafts
 
-# More rows decode without guesses, since a step of so many tokens comes to be bound by multiplications. Where is to be measured.
-MAX_SPECULATIVE_ROWS = 16
 CAPABILITY = (9, 0)  # of the GPUs that the kernels are compiled for (`kernels.build.DEFAULT_ARCH`)
 
 
@@ -79,7 +77,7 @@ def open_graphs(
     operators, check = open_operators(
         step,
         num_ids,
-        max_rows if speculable is None else max(max_rows, speculable.max_rows * speculable.width),
+        max_rows if speculable is None else max(max_rows, speculable.padded_rows * speculable.width),
         limits.max_model_len,
         is_fp8_scaled=settings.fp8_products == "scaled",
     )
@@ -112,8 +110,10 @@ def open_graphs(
 
 
 def _speculable(settings: EngineSettings, limits: Limits) -> Speculable:
-    max_rows = buckets_for(min(limits.max_batch, MAX_SPECULATIVE_ROWS))[-1]
-    return Speculable(max_rows, settings.num_drafts or MAX_ADAPTIVE_DRAFTS, limits.max_model_len)
+    largest = buckets_for(limits.max_batch)[-1]
+    max_rows = min(limits.max_batch, settings.max_speculative_rows or DEFAULT_SPECULATIVE_ROWS, largest)
+    num_padding = buckets_for(max_rows)[-1] - max_rows
+    return Speculable(max_rows, settings.num_drafts or MAX_ADAPTIVE_DRAFTS, limits.max_model_len, num_padding)
 
 
 def _open_draft(
@@ -122,7 +122,7 @@ def _open_draft(
     """The drafter, and what raises when one of its kernels gave up."""
     step, size = draft.step, draft.step.plan.size
     operators, check = open_operators(
-        step, min(num_ids, step.config.full_vocab), 2 * speculable.max_rows, limits.max_model_len, ranks_per_gpu=ranks_per_gpu
+        step, min(num_ids, step.config.full_vocab), 2 * speculable.padded_rows, limits.max_model_len, ranks_per_gpu=ranks_per_gpu
     )
     prefill = PrefillStep(operators, limits.max_model_len, open_long_prompts(step.kv.keys, ranks_per_gpu))
     name = draft.name if size == 1 else f"{draft.name}, split over {size} ranks"

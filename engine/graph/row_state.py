@@ -62,11 +62,17 @@ class SpeculativeRows:
 
 @dataclass(frozen=True)
 class Speculable:
-    """What steps with drafts need: up to `max_rows` rows, `max_drafts` drafts each, rows of up to `max_tokens` tokens."""
+    """What steps with drafts may be: up to `max_rows` rows, and `num_padding` that are not there; `max_drafts` drafts each; rows
+    of up to `max_tokens` tokens."""
 
     max_rows: int
     max_drafts: int
     max_tokens: int
+    num_padding: int = 0
+
+    @property
+    def padded_rows(self) -> int:
+        return self.max_rows + self.num_padding
 
     @property
     def width(self) -> int:
@@ -101,7 +107,7 @@ class RowState:
 
         self.max_rows, self.max_pages, self.check = max_rows, max_pages, check
         self.speculable = speculable
-        most_words = 0 if speculable is None else speculable.max_rows * speculable.width
+        most_words = 0 if speculable is None else speculable.padded_rows * speculable.width
         self.ring = TokenRing(MAX_STEPS_AHEAD, max(max_rows, most_words), device)
         self._window = MAX_STEPS_AHEAD * (1 if speculable is None else NOISE_AHEAD)
         self.num_launched = 0  # the number of the next step
@@ -115,7 +121,7 @@ class RowState:
         self._full_vocab, self._device = full_vocab, device
         self._rules: RowRules | None = None
         self._is_filtered = False
-        self._history = None if speculable is None else zeros(speculable.max_rows, speculable.max_tokens, dtype=torch.int32)
+        self._history = None if speculable is None else zeros(speculable.padded_rows, speculable.max_tokens, dtype=torch.int32)
         self._staging = Staging(max_rows * (max_pages + 5 + 2 * self._window), self.ring, device)
 
     @property

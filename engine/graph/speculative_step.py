@@ -20,6 +20,13 @@ from engine.profile.marks import DRAFT, NO_MARKS, Marks
 from engine.sequence import Sequence
 
 
+class Judge(Protocol):
+    """For benches: says which drafts hold. int64 `[n, num_drafts]` to be taken for the `drafts` of `rows`, by `ids` int64
+    `[n * (num_drafts + 1)]`, what the model chose. Asynchronous, capturable; the same on all ranks."""
+
+    def __call__(self, rows: DeviceRows, drafts: torch.Tensor, ids: torch.Tensor) -> torch.Tensor: ...
+
+
 class DeviceDrafter(Protocol):
     """Where guesses come from. *Collective*: all ranks make the same calls. `description`: for the start summary."""
 
@@ -39,11 +46,12 @@ class DeviceDrafter(Protocol):
 
 
 def speculative_step(
-    operators: Operators, drafter: DeviceDrafter, rows: SpeculativeRows, num_drafts: int, marks: Marks = NO_MARKS
-) -> None:
+    operators: Operators, drafter: DeviceDrafter, rows: SpeculativeRows, num_drafts: int, marks: Marks = NO_MARKS,
+    judge: Judge | None = None,
+) -> None:  # fmt: skip
     """Advance `rows` by 1 to `num_drafts` + 1 tokens each. *Collective*, asynchronous, capturable.
 
-    `marks`: as of `decode_step`; the drafts are stage `draft`.
+    `marks`: as of `decode_step`; the drafts are stage `draft`. `judge`: None for the model alone.
     """
     drafts = drafter.propose(rows, num_drafts)
     marks.end(DRAFT)
@@ -52,6 +60,8 @@ def speculative_step(
     marks.end("head")
     ids, values = operators.choose(chain, logits)
     marks.end("sampling")
+    if judge is not None:
+        drafts = judge(rows.rows, drafts, ids)
     operators.accept(rows.rows, rows.history, drafts, ids, values)
     marks.end("rest")
 

@@ -12,7 +12,7 @@ from engine.graph.burst import Burst
 from engine.graph.decode_step import decode_step
 from engine.graph.operators import Operators
 from engine.graph.row_state import LastTokens, RowState, Speculable
-from engine.graph.speculative_step import DeviceDrafter, speculative_step
+from engine.graph.speculative_step import DeviceDrafter, Judge, speculative_step
 from engine.profile.marks import NO_MARKS, Launches, Marks, StageMarks
 from engine.profile.step_profiler import NO_PROFILER, StepProfiler
 from engine.sequence import Sequence
@@ -76,6 +76,7 @@ class _StateBackend(ABC):
         self._operators = operators  # graphs read its tables: they must outlive this object's making
         self.state, self.max_rows, self._profiler, self._drafter = state, max_rows, profiler, drafter
         self.speculable = state.speculable
+        self._judge: Judge | None = None
 
     @property
     def drafter(self) -> DeviceDrafter | None:
@@ -85,9 +86,10 @@ class _StateBackend(ABC):
     def last_tokens(self) -> LastTokens:
         return self.state.last_tokens
 
-    def replace_drafter(self, drafter: DeviceDrafter) -> None:
-        """For benches: guess by another drafter from now on. *Collective*. Only while no burst runs."""
-        self._drafter = drafter
+    def replace_drafter(self, drafter: DeviceDrafter, judge: Judge | None = None) -> None:
+        """For benches: guess by another drafter from now on, and have `judge` say what holds. *Collective*. Only while no burst
+        runs."""
+        self._drafter, self._judge = drafter, judge
 
     def begin(self, sequences: list[Sequence], num_drafts: int = 0) -> Burst:
         is_filtered = any(sequence.rules.is_active(sequence.num_output) for sequence in sequences)
@@ -136,7 +138,7 @@ class _StateBackend(ABC):
     def _step(self, state: RowState, kind: StepKind, marks: Marks = NO_MARKS) -> None:
         if kind.num_drafts:
             rows = state.speculative_rows(kind.num_rows, kind.is_filtered)
-            speculative_step(self._operators, self._drafter, rows, kind.num_drafts, marks)
+            speculative_step(self._operators, self._drafter, rows, kind.num_drafts, marks, self._judge)
         else:
             decode_step(self._operators, state.rows(kind.num_rows, kind.is_filtered), marks)
 
@@ -268,8 +270,8 @@ class GraphStep(_StateBackend):
         """Other threads (rows being read, the watch over the peers) may do as they please meanwhile."""
         return torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
 
-    def replace_drafter(self, drafter: DeviceDrafter) -> None:
-        super().replace_drafter(drafter)
+    def replace_drafter(self, drafter: DeviceDrafter, judge: Judge | None = None) -> None:
+        super().replace_drafter(drafter, judge)
         torch.cuda.synchronize()
         for made in (self._graphs, self._profiled):
             for kind in [kind for kind in made if kind.num_drafts]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from results.render.algorithms import algorithm_columns
+from results.render.border import border_columns, is_border
 from results.render.case import describe, order, split_keys
 from results.render.columns import Column, markdown, plain_columns
 from results.render.layout import layout_of
@@ -47,12 +48,14 @@ def tables(bench: str, records: Sequence[Record]) -> list[str]:
     keys = list(dict.fromkeys(key for record in records for key in record.case))
     for record in sorted(records, key=lambda r: order(keys, r.case)):
         is_fused = layout.is_by_algorithm and "rows" in record.case
-        place = (record.device, [order([key], record.case) for key in layout.split], is_fused)
+        place = (record.device, [order([key], record.case) for key in layout.split], is_fused, is_border(record))
         groups.setdefault(repr(place), (place, []))[1].append(record)
     lines = []
     for _, group in sorted(groups.values(), key=lambda item: item[0]):
         alike, differing = split_keys([record.case for record in group])
-        if layout.is_by_algorithm:
+        if is_border(group[0]):
+            columns, alike = border_columns(group)
+        elif layout.is_by_algorithm:
             columns, alike = algorithm_columns(group)
         else:
             columns = plain_columns(group, differing, layout)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import torch
+
 from engine.drafts.depth import FixedDepth
 from engine.drafts.model import ModelDrafter
 from engine.drafts.speculation import DraftRow, Speculation
+from engine.graph.row_state import SpeculativeRows
 from engine.pages import PagePool
 from engine.scheduler import Limits
 from tests.cpu.engine_harness import CPU, ScriptedBackend
@@ -40,6 +43,38 @@ class OracleDrafter:
             ids.append(right if self._rng.random() < self._p else (right + self._rng.randrange(1, 9)) % self._num_ids)
         self.log.append((list(row.token_ids), ids))
         return ids
+
+
+class DeviceOracle:
+    """`DeviceDrafter` that proposes the right token with probability `p`, else another one. `answers`: prompt and output of every
+    row; rows are recognised by what they begin with, and behind the end of an answer nothing is right."""
+
+    description = "an oracle"
+
+    def __init__(self, answers: Sequence[Sequence[int]], p: float, num_ids: int = 131):
+        self._answers, self._p, self._num_ids = [list(answer) for answer in answers], p, num_ids
+        self._rng, self._rows = random.Random(7), []
+
+    def catch_up(self, sequences) -> None:
+        self._rows = [
+            next((answer for answer in self._answers if answer[: len(row.token_ids)] == row.token_ids), []) for row in sequences
+        ]
+
+    def note_end(self, sequences) -> None:
+        pass
+
+    def note_launch(self) -> None:
+        pass
+
+    def propose(self, rows: SpeculativeRows, num_drafts: int) -> torch.Tensor:
+        return torch.tensor([
+            [self._guess(answer, position + 1 + place) for place in range(num_drafts)]
+            for answer, position in zip(self._rows, rows.rows.positions.tolist())
+        ])  # fmt: skip
+
+    def _guess(self, answer: list[int], place: int) -> int:
+        is_right = place < len(answer) and self._rng.random() < self._p
+        return answer[place] if is_right else (answer[place] + 1 if place < len(answer) else 0) % self._num_ids
 
 
 def oracle(requests, token_ids, p: float = 1.0, num_drafts: int = 4, num_ids: int = 131) -> Speculation:

@@ -67,8 +67,10 @@ def test_check_command(tmp_path):
     assert done.exit_code == 0 and "no measured decode or prefill record" in done.output
     path = tmp_path / "decode.jsonl"
     path.write_text(json.dumps(measured(estimate().tpot_ms)) + "\n" + json.dumps({**measured(1.0), "kind": "projected"}) + "\n")
+    speculated = {"bench": "speculate", "kind": "measured", "case": {"batch": 8, "requests": 32}, "metrics": {"speedup": 0.9}}
+    (tmp_path / "speculate.jsonl").write_text(json.dumps(speculated) + "\n")
     done = run("--check", "--results", str(tmp_path))
-    assert done.exit_code == 0 and "0 of 1 predictions" in done.output
+    assert done.exit_code == 0 and "0 of 1 predictions" in done.output and "1 records read" in done.output
     path.write_text(path.read_text() + json.dumps(measured(3.0, batch=2)) + "\n")
     done = run("--check", "--results", str(tmp_path))
     assert done.exit_code == 1 and "1 of 2 predictions" in done.output

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.drafts.depth import AdaptiveDepth, FixedDepth
+from engine.drafts.depth import AdaptiveDepth, FixedDepth, StepCosts
 from engine.drafts.speculation import Speculation
 from engine.graph.drafters import NgramDrafts
 from tests.cpu.engine_harness import answer, request, twin_bursts, twin_draft_model
@@ -52,6 +52,7 @@ def any_row(draw) -> Row:
     some=st.lists(any_row(), min_size=1, max_size=6),
     num_drafts=st.integers(1, 9),
     is_adaptive=st.booleans(),
+    many=st.sampled_from((0.0, 0.05, 1.0)),
     is_ngram=st.booleans(),
     size=st.sampled_from((1, 1, 2)),
     max_batch=st.integers(1, 6),
@@ -59,10 +60,10 @@ def any_row(draw) -> Row:
     max_step_tokens=st.sampled_from((8, 64)),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_whatever_is_asked(folder, some, num_drafts, is_adaptive, is_ngram, size, max_batch, num_pages, max_step_tokens):
+def test_whatever_is_asked(folder, some, num_drafts, is_adaptive, many, is_ngram, size, max_batch, num_pages, max_step_tokens):
     limits = {"max_batch": max_batch, "kv_memory_bytes": num_pages * PAGE_BYTES, "max_model_len": 100}
     limits |= {"max_step_tokens": max_step_tokens}
-    depth = AdaptiveDepth(num_drafts, 0.05, 0.1) if is_adaptive else FixedDepth(num_drafts)
+    depth = AdaptiveDepth(num_drafts, StepCosts(0.05, 0.1, 0.01, many)) if is_adaptive else FixedDepth(num_drafts)
     make = (lambda replica: NgramDrafts()) if is_ngram else twin_draft_model(folder)
     wanted = answer(folder, [row.request(idx) for idx, row in enumerate(some)], **limits)
     speculation = Speculation(None, depth)

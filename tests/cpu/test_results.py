@@ -72,6 +72,28 @@ EXPECTED = {
 }  # fmt: skip
 
 
+def border(batch: int, rate: float, tok_s: float, plain: float, num_drafts: object = 3) -> dict:
+    case = {"model": "qwen2.5-7b", "tp": 1, "batch": batch, "requests": 4 * batch, "rate": rate, "num_drafts": num_drafts}
+    metrics = {"output_tok_s": tok_s, "speedup": tok_s / plain, "acceptance": 0.5, "tokens_per_step": 2.0}
+    return made("speculate", case, metrics, peer={"name": "without drafts", "output_tok_s": plain})
+
+
+def test_where_speculation_stops_paying_is_a_table_of_its_own(tmp_path):
+    (other,) = [record for record in OTHERS if record["bench"] == "speculate"]
+    page = page_of(
+        tmp_path, border(16, 0.6, 1000, 2000), border(2, 0.8, 600, 400), other, border(2, 0.6, 500, 400),
+        border(16, 0.8, 2400, 2000), border(16, 0.8, 1990, 2000, "adaptive"),
+    )  # fmt: skip
+    first, second = page.split("**model qwen2.5-7b, TP 1**")
+    assert rows(first)[-1] == ["1.75", "3.1", "5", "0.8", "1"]
+    assert rows(second) == [
+        ["batch", "requests", "right at 0.6, 3 drafts", "right at 0.8, 3 drafts", "right at 0.8, adaptive drafts"],
+        ["---:", "---:", "---:", "---:", "---:"],
+        ["2", "8", "1.25x (500 tok/s, 50 % held)", "1.50x (600 tok/s, 50 % held)", ""],
+        ["16", "64", "0.50x (1000 tok/s, 50 % held)", "1.20x (2400 tok/s, 50 % held)", "0.99x (1990 tok/s, 50 % held)"],
+    ]
+
+
 @pytest.mark.parametrize("record", OTHERS, ids=lambda record: record["bench"])
 def test_every_bench_has_its_table(tmp_path, record):
     page = page_of(tmp_path, record)

@@ -61,7 +61,8 @@ def test_the_options_reach_the_settings():
     settings = settings_of("--draft-model", "some/folder", "--draft-kv-memory", "2M")
     assert (settings.is_ngram, settings.draft_model, settings.num_drafts) == (False, "some/folder", None)
     assert settings.draft_kv_memory_bytes == 2 << 20
-    assert (settings.draft_placement, settings.draft_wait) == ("all", "kernel")
+    assert (settings.draft_placement, settings.draft_wait) == ("all", "kernel") and settings.max_speculative_rows is None
+    assert settings_of("--ngram", "--max-speculative-rows", "40").max_speculative_rows == 40
     settings = settings_of("--draft-model", "some/folder", "--draft-placement", "first", "--draft-wait", "stream")
     assert (settings.draft_placement, settings.draft_wait) == ("first", "stream")
     assert settings_of("--draft-model", "some/folder", "--draft-placement", "split").draft_placement == "split"

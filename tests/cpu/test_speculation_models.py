@@ -11,10 +11,12 @@ from engine.api import Engine
 from engine.drafts.loading import _depth
 from engine.drafts.speculation import DraftRow
 from engine.frontend import Frontend
+from engine.graph.loading import _speculable
 from engine.loading import draw_blueprint
 from engine.memory import page_bytes
 from engine.sampler import SamplerState
 from engine.sampling_params import SamplingParams
+from engine.scheduler import Limits
 from engine.settings import EngineSettings
 from launch.errors import ModelError, UsageError
 from launch.world import World
@@ -79,6 +81,8 @@ def test_another_tokenizer_is_refused_by_name(tmp_path):
         ({"num_drafts": 4}, "--num-drafts goes with"),
         ({"is_ngram": True, "num_drafts": 17}, "1 to 16"),
         ({"is_ngram": True, "num_drafts": 0}, "1 to 16"),
+        ({"max_speculative_rows": 4}, "--max-speculative-rows goes with"),
+        ({"is_ngram": True, "max_speculative_rows": 0}, "--max-speculative-rows must be a number of rows from 1 on, not 0"),
         ({"is_ngram": True, "draft_kv_memory_bytes": 9}, "--draft-kv-memory goes with"),
         ({"is_ngram": True, "draft_placement": "split"}, "--draft-placement goes with --draft-model"),
         ({"draft_model": "x", "draft_placement": "half"}, "--draft-placement must be all or first or split, not 'half'"),
@@ -104,6 +108,18 @@ def test_a_draft_cache_that_holds_nothing_is_refused(tmp_path):
 
 
 DUMMY = {"load_format": "dummy", "draft_model": "qwen2.5-0.5b"}
+
+
+@pytest.mark.parametrize(
+    "max_batch, most, rows, padding",
+    [(32, None, 16, 0), (5, None, 5, 3), (64, 64, 64, 0), (64, 20, 20, 4), (32, 100, 32, 0), (512, 400, 256, 0)],
+)
+def test_the_rows_of_a_step_with_drafts(max_batch, most, rows, padding):
+    settings = EngineSettings("qwen2.5-72b", max_speculative_rows=most, **DUMMY)
+    speculable = _speculable(settings, Limits(max_batch, 4096, 1000))
+    assert (speculable.max_rows, speculable.padded_rows) == (rows, rows + padding)
+    blueprint = draw_blueprint(settings, World())
+    assert blueprint.draft.settings.max_speculative_rows is None, "the draft model has no drafts of its own"
 
 
 @pytest.mark.parametrize("size", (1, 2, 3, 4, 14))
@@ -137,7 +153,7 @@ def test_too_many_ranks_for_a_split_draft_model_are_refused():
 
 def draft_cost(model: str, draft: str, placement: str, is_on_device: bool) -> float:
     settings = EngineSettings(model, load_format="dummy", draft_model=draft, draft_placement=placement)
-    return _depth(draw_blueprint(settings, World(size=8)), is_on_device).cost
+    return _depth(draw_blueprint(settings, World(size=8)), is_on_device).costs.draft
 
 
 def test_what_a_draft_costs_follows_from_where_it_is():

@@ -9,13 +9,15 @@ from functools import partial
 
 import pytest
 
-from engine.bench.oracle import OracleDrafts
-from engine.drafts.depth import AdaptiveDepth, FixedDepth
+from engine.burst_reader import BurstReader, Way
+from engine.drafts.depth import AdaptiveDepth, FixedDepth, StepCosts
 from engine.drafts.speculation import Speculation
 from engine.graph.drafters import HandedDrafts, NgramDrafts
+from engine.leader import Leader
 from engine.settings import EngineSettings
 from engine.summary import describe_speculation
-from tests.cpu.engine_harness import CPU, answer, request, twin_bursts, twin_draft_model
+from tests.cpu.drafters import DeviceOracle
+from tests.cpu.engine_harness import answer, request, twin_bursts, twin_draft_model
 from tests.cpu.test_generation import prompts
 from tests.cpu.tiny import make_model, save_model
 
@@ -181,6 +183,65 @@ def test_more_rows_than_pay_go_without(folder):
     assert run.answers == answer(folder, rows(4, 20)).answers and run.drafts.num_proposals == 0
 
 
+def noting(make_drafter, bursts):
+    """Makes backends that note in `bursts`: (rows, drafts, rows that wait) of each burst as it begins."""
+
+    def make(replica):
+        backend = twin_bursts(replica, make_drafter)
+        begin = backend.begin
+
+        def note(sequences, num_drafts=0):
+            bursts.append((len(sequences), num_drafts, len(replica.scheduler.waiting)))
+            return begin(sequences, num_drafts)
+
+        backend.begin = note
+        return backend
+
+    return make
+
+
+def mixed(count: int, **options):
+    return [request(TEXTS[idx % 16], idx, max_tokens=4 + 7 * (idx % 5), **options) for idx in range(count)]
+
+
+@pytest.mark.parametrize("size", (1, 2))
+def test_rows_that_wait_do_not_count(folder, size):
+    """Drafts are made for the two that run, though behind them waits one that wants none."""
+    bursts: list = []
+    make_rows = lambda: [*mixed(7), request(TEXTS[5], 9, max_tokens=8, **PENALTIES), *mixed(3)]  # noqa: E731
+    speculation = Speculation(None, FOUR)
+    make = noting(twin_draft_model(folder), bursts)
+    run = answer(folder, make_rows(), size, speculation=speculation, bursts=make, max_batch=2)
+    assert run.answers == answer(folder, make_rows(), max_batch=2).answers and len(set(run.digests)) == 1
+    assert sum(num_drafts > 0 for _, num_drafts, num_waiting in bursts if num_waiting >= 4) > 5
+
+
+@pytest.mark.parametrize("size", (1, 2))
+def test_guesses_step_aside_where_the_batch_is_too_large_and_come_back(folder, size, monkeypatch):
+    """A token behind the 16th takes as long as a step: up to 8 rows a guess costs next to nothing, 17 rows and more lose."""
+    bursts, ways, message = [], [], BurstReader.message
+    monkeypatch.setattr(BurstReader, "message", lambda reader, way: ways.append(way) or message(reader, way))
+    depth = AdaptiveDepth(8, StepCosts(draft=0.05, verify=0.1, many=1.0))
+    make_rows, make = partial(mixed, 40), noting(twin_draft_model(folder), bursts)
+    run = answer(folder, make_rows(), size, speculation=Speculation(None, depth), bursts=make, max_batch=20)
+    num_ahead = ways.count(Way.AHEAD)
+    assert run.answers == answer(folder, make_rows(), max_batch=20).answers and len(set(run.digests)) == 1
+    assert {num_drafts for num_rows, num_drafts, _ in bursts if num_rows > 16} <= {0}
+    few = [num_drafts for num_rows, num_drafts, _ in bursts if num_rows <= 8]
+    # The first burst of few rows, on each rank, may have been launched before it was known that others have ended.
+    assert len(few) > 2 * size and min(few[size:]) > 0 and run.drafts.tokens_per_step > 1.0
+    assert num_ahead > 5 and run.stats.num_waits == 0, "nothing is lost where there are no guesses"
+
+
+def test_drafts_are_not_made_for_a_row_with_penalties_whatever_rank_0_believes(folder, monkeypatch):
+    """Which rows run it cannot know for certain."""
+    monkeypatch.setattr(Leader, "num_drafts_alone", lambda *asked: 4)
+    make_rows = partial(rows, 3, **PENALTIES)
+    speculation = Speculation(None, FOUR)
+    run = answer(folder, make_rows(), speculation=speculation, bursts=partial(twin_bursts, make_drafter=ngram))
+    assert run.answers == answer(folder, make_rows()).answers and run.drafts.num_proposals == 0
+
+
 def test_few_pages_and_a_full_context(folder):
     for num_pages in (8, 10, 17):
         settings = {"kv_memory_bytes": num_pages * PAGE_BYTES, "max_model_len": 128}
@@ -191,12 +252,7 @@ def test_few_pages_and_a_full_context(folder):
 
 
 def oracle_of(rate, answers):
-    def make(replica):
-        drafter = OracleDrafts(rate, VOCAB, 16, 512, CPU, inner=None)
-        drafter.answers = answers
-        return drafter
-
-    return make
+    return lambda replica: DeviceOracle(answers, rate, VOCAB)
 
 
 @pytest.mark.parametrize("rate", (0.0, 0.3, 0.8, 1.0))
@@ -213,11 +269,12 @@ def test_an_oracle_is_right_as_often_as_it_is_told(folder, rate):
 
 def test_guesses_that_never_hold_are_given_up_and_tried_again(folder):
     make = partial(rows, 1, 300)
-    run = run_with(folder, make, oracle_of(0.0, []), AdaptiveDepth(8, 0.1), max_model_len=400)
+    depth = AdaptiveDepth(8, StepCosts(0.1))
+    run = run_with(folder, make, oracle_of(0.0, []), depth, max_model_len=400)
     assert 4 <= run.drafts.num_proposals < 60, "of 300 steps"
     plain = answer(folder, make(), max_model_len=400)
     answers = [[*TEXTS[0], *plain.token_ids[0]]]
-    run = run_with(folder, make, oracle_of(1.0, answers), AdaptiveDepth(8, 0.1), max_model_len=400)
+    run = run_with(folder, make, oracle_of(1.0, answers), depth, max_model_len=400)
     assert run.drafts.tokens_per_step > 4
 
 

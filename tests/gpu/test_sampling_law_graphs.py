@@ -30,12 +30,9 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=("model", "ngram"))
 def backend(request, pair):
-    from engine.graph import loading
-
     settings = {"draft_model": str(pair[1])} if request.param == "model" else {"is_ngram": True}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "MAX_SPECULATIVE_ROWS", ROWS)
-        replica = open_replica(pair[0], "cuda", max_batch=ROWS, max_model_len=32, num_drafts=NUM_DRAFTS, **settings)
+    settings |= {"max_batch": ROWS, "max_speculative_rows": ROWS, "max_model_len": 32, "num_drafts": NUM_DRAFTS}
+    replica = open_replica(pair[0], "cuda", **settings)
     assert replica.burst_backend.speculable.max_rows == ROWS
     return replica.burst_backend
 

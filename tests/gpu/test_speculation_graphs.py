@@ -168,6 +168,39 @@ def test_a_step_is_tried_out_once_its_rows_are_not_there(folders, monkeypatch):
     assert all(torch.equal(*pair) for pair in zip(before, caches))
 
 
+MANY = [10 + 7 * idx for idx in range(20)]
+
+
+def test_more_rows_than_by_default_and_rows_that_wait(folders):
+    """20 rows in steps of 24, and as many again behind them."""
+    wanted = answer_on_gpu(open_replica(folders["qwen2"], "eager", max_batch=20), rows(MANY * 2, 30))
+    options = {"max_batch": 20, "num_drafts": 4, "draft_model": str(folders["qwen2"])}
+    replica = open_replica(folders["qwen2"], "cuda", max_speculative_rows=20, **options)
+    speculable = replica.burst_backend.speculable
+    assert (speculable.max_rows, speculable.padded_rows) == (20, 24)
+    run = answer_on_gpu(replica, rows(MANY * 2, 30), speculation=speculate(4))
+    assert run.answers == wanted.answers and run.drafts.num_proposals > 20 and run.drafts.acceptance > 0.7
+    # By default they step aside, and come back when the last few are left.
+    fewer = answer_on_gpu(open_replica(folders["qwen2"], "cuda", **options), rows(MANY * 2, 30), speculation=speculate(4))
+    assert fewer.answers == wanted.answers and fewer.drafts.num_proposals < run.drafts.num_proposals
+
+
+def test_drafts_hold_at_a_rate_that_is_set_and_changed_without_another_capture(folders):
+    from engine.bench.acceptance import SetAcceptance
+
+    replica = open_replica(folders["qwen2"], "cuda", max_batch=8, num_drafts=3, draft_model=str(folders["small"]))
+    backend, judge = replica.burst_backend, SetAcceptance(VOCAB, replica.device)
+    backend.replace_drafter(backend.drafter, judge)
+    kinds = []
+    for rate in (1.0, 0.7, 0.0, 1.0):
+        judge.set_rate(rate)
+        stats = answer_on_gpu(replica, rows(MANY[:8], 300), speculation=speculate(3)).drafts
+        expected = 1 + rate + rate**2 + rate**3
+        assert abs(stats.tokens_per_step - expected) < 0.08 * expected, rate
+        kinds.append(dict(backend._graphs))
+    assert all(kinds[0][kind] is graph for made in kinds for kind, graph in made.items() if kind in kinds[0])
+
+
 def test_few_pages_and_stops(folders):
     pages = {"kv_memory_bytes": 40 * 2 * 2 * 16 * 2 * 64 * 4, "max_batch": 9, "max_model_len": 256}
     requests = lambda: rows((60, 50, 70, 30, 20, 10, 90), 100)  # noqa: E731
