@@ -100,6 +100,8 @@ class ModelDrafts:
         self.description = description
 
     def catch_up(self, sequences: list[Sequence]) -> None:
+        """All but the token before the last, which the first step computes anyway: a row that had drafts in the burst before needs
+        nothing."""
         for rows in self._steps(sequences):
             device = self._operators.kv.keys.device
             self._prefill.run(build_batch(rows, self._operators.kv.page_size, device))
@@ -108,10 +110,11 @@ class ModelDrafts:
         rows: list[ScheduledRow] = []
         budget = self._max_step_tokens
         for sequence in sequences:
-            while sequence.num_draft_computed < sequence.num_computed:
+            while sequence.num_draft_computed < sequence.num_computed - 1:
                 first = sequence.num_draft_computed
-                count = min(sequence.num_computed - first, budget)
-                rows.append(ScheduledRow(sequence, first, count, is_sampled=False, num_logits=0))
+                count = min(sequence.num_computed - 1 - first, budget)
+                # Its logits are nobody's, but steps without any have no graphs.
+                rows.append(ScheduledRow(sequence, first, count, is_sampled=False, num_logits=1))
                 sequence.num_draft_computed += count
                 budget -= count
                 if budget == 0:

@@ -85,7 +85,7 @@ def open_graphs(
     drafter: DeviceDrafter | None = None
     if draft is not None:
         if draft.step is not None:
-            drafter, check_draft = _open_draft(draft, num_ids, speculable, limits, ranks_per_gpu)
+            drafter, check_draft = _open_draft(draft, num_ids, speculable, limits, ranks_per_gpu, settings.graph_tokens)
             checks.append(check_draft)
         if draft.is_handed:
             channels = step.comm.draft_channels(Build(default_cache_folder()), settings.draft_wait)
@@ -100,13 +100,17 @@ def open_graphs(
     state = RowState(max_rows, max_pages, step.config.full_vocab, step.device, check_all, speculable)
     graph_tokens = settings.graph_tokens
     if graph_tokens is None:
-        layer = step.weights.layers[0]
-        num_elems = sum(part.shape.numel() for part in (layer.qkv, layer.o, layer.gate_up, layer.down))
-        graph_tokens = tokens_worth_a_graph(num_elems, settings.dtype == "fp8" and settings.fp8_products == "scaled")
+        graph_tokens = _tokens_worth_a_graph(step, settings.dtype == "fp8" and settings.fp8_products == "scaled")
     # In a graph no rank can wait for the others before it adds the sums of many rows, as ranks that share a GPU have to.
     most_rows, long_prompts = FUSED_ROWS if ranks_per_gpu > 1 else None, open_long_prompts(step.kv.keys, ranks_per_gpu)
     prefill = GraphPrefill(operators, limits, graph_tokens, stock_up, most_rows, long_prompts)
     return GraphStep(operators, state, limits.max_batch, profiler, drafter), prefill
+
+
+def _tokens_worth_a_graph(step: EagerStep, is_fp8: bool = False) -> int:
+    layer = step.weights.layers[0]
+    num_elems = sum(part.shape.numel() for part in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    return tokens_worth_a_graph(num_elems, is_fp8)
 
 
 def _speculable(settings: EngineSettings, limits: Limits) -> Speculable:
@@ -117,13 +121,18 @@ def _speculable(settings: EngineSettings, limits: Limits) -> Speculable:
 
 
 def _open_draft(
-    draft: DraftModel, num_ids: int, speculable: Speculable, limits: Limits, ranks_per_gpu: int
+    draft: DraftModel, num_ids: int, speculable: Speculable, limits: Limits, ranks_per_gpu: int, graph_tokens: int | None
 ) -> tuple[ModelDrafts, Callable[[], None]]:
     """The drafter, and what raises when one of its kernels gave up."""
     step, size = draft.step, draft.step.plan.size
     operators, check = open_operators(
         step, min(num_ids, step.config.full_vocab), 2 * speculable.padded_rows, limits.max_model_len, ranks_per_gpu=ranks_per_gpu
     )
-    prefill = PrefillStep(operators, limits.max_model_len, open_long_prompts(step.kv.keys, ranks_per_gpu))
+    long_prompts = open_long_prompts(step.kv.keys, ranks_per_gpu)
+    if ranks_per_gpu > 1:  # a capture asks for memory, which ranks that share a GPU may not do each for itself
+        prefill = PrefillStep(operators, limits.max_model_len, long_prompts)
+    else:
+        graph_tokens = _tokens_worth_a_graph(step) if graph_tokens is None else graph_tokens
+        prefill = GraphPrefill(operators, limits, graph_tokens, long_prompts=long_prompts)
     name = draft.name if size == 1 else f"{draft.name}, split over {size} ranks"
     return ModelDrafts(operators, prefill, limits.max_step_tokens, name), check

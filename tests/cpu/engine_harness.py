@@ -16,7 +16,7 @@ from engine.drafts.loading import build_speculation
 from engine.drafts.speculation import DraftStats, Speculation
 from engine.graph.drafters import ModelDrafts
 from engine.graph.operators import TorchOperators
-from engine.graph.prefill import PrefillStep
+from engine.graph.prefill import TwinPrefill
 from engine.graph.row_state import RowState, Speculable
 from engine.graph.speculative_step import DeviceDrafter
 from engine.graph.step import BurstBackend, TwinBurst
@@ -156,7 +156,7 @@ def twin_draft_model(folder: Path, placement: str = "all") -> Callable[[Replica]
         comm = replica.comm if plan.size > 1 else SingleCommunicator()
         operators = TorchOperators(config, plan, load_blueprint_weights(blueprint), comm, kv, num_ids)
         limits = replica.scheduler.limits
-        return ModelDrafts(operators, PrefillStep(operators, limits.max_model_len), limits.max_step_tokens, str(folder))
+        return ModelDrafts(operators, TwinPrefill(operators, limits, graph_tokens=32), limits.max_step_tokens, str(folder))
 
     return make
 

@@ -11,6 +11,7 @@ from engine import loading
 from engine.drafts.speculation import Speculation
 from engine.graph import loading as graph_loading
 from engine.graph.operators import TorchOperators
+from engine.graph.prefill import TwinPrefill
 from engine.graph.row_state import Speculable
 from tests.cpu.engine_harness import answer, request, twin_bursts, twin_draft_model
 from tests.cpu.test_speculative_bursts import FOUR, PAGE_BYTES, RULES, TEXTS, rows, run_with
@@ -86,6 +87,7 @@ class LoadedForGraphs:
         monkeypatch.setattr(loading, "obstacle_to_graphs", lambda *asked: "")
         monkeypatch.setattr(loading, "open_graphs", self._open_graphs)
         monkeypatch.setattr(graph_loading, "open_operators", self._open_operators)
+        monkeypatch.setattr(graph_loading, "GraphPrefill", TwinPrefill)
 
     def _open_graphs(self, step, num_ids, limits, settings, stock_up, profiler, draft, ranks_per_gpu):
         self.drafts[step.comm.rank] = draft
@@ -97,7 +99,7 @@ class LoadedForGraphs:
     def bursts(self, replica):
         limits, draft = replica.scheduler.limits, self.drafts[replica.comm.rank]
         speculable = Speculable(limits.max_batch, 16, limits.max_model_len)
-        drafter, _ = graph_loading._open_draft(draft, replica.full_vocab, speculable, limits, 1)
+        drafter, _ = graph_loading._open_draft(draft, replica.full_vocab, speculable, limits, 1, 32)
         return twin_bursts(replica, lambda replica: drafter)
 
 
@@ -119,3 +121,23 @@ def test_what_is_loaded_for_graphs_is_a_shard_in_the_targets_pages_on_its_commun
     assert {one.says for one in seen} == {f"{folder}, split over {size} ranks"} and len(seen) == size
     local_page = PAGE_BYTES * loaded.drafts[0].step.plan.local_kv_heads // 2
     assert {one.num_pages for one in seen} == {(1 << 20) // (2 * local_page)}, "a page is the target's and the draft model's"
+
+
+def test_a_draft_model_computes_a_prompt_once_and_nothing_again_when_rows_join_or_end(folder):
+    """Rows that had drafts in the burst before have all that the next one needs, however many of the drafts held."""
+    steps = []
+
+    def make_noting(replica):
+        drafter = twin_draft_model(folder)(replica)
+        run = drafter._prefill.run
+        drafter._prefill.run = lambda batch: steps.append([row.num_tokens for row in batch.rows]) or run(batch)
+        return drafter
+
+    texts, lengths = TEXTS[:5], [46, 51, 37, 63, 49]
+
+    def make_rows():
+        return [request(text, row_key=idx, max_tokens=length) for idx, (text, length) in enumerate(zip(texts, lengths))]
+
+    found = run_with(folder, make_rows, make_noting, max_batch=2)
+    assert found.drafts.acceptance > 0.9, "the draft is the target, and its cache has no holes"
+    assert sum(map(sum, steps)) <= found.stats.prefill_tokens and max(map(len, steps)) <= 2
