@@ -100,8 +100,8 @@ class ModelDrafts:
         self.description = description
 
     def catch_up(self, sequences: list[Sequence]) -> None:
-        """All but the token before the last, which the first step computes anyway: a row that had drafts in the burst before needs
-        nothing."""
+        """All but the token before the last, which the first step computes anyway: a row that had drafts in the burst before
+        needs nothing."""
         for rows in self._steps(sequences):
             device = self._operators.kv.keys.device
             self._prefill.run(build_batch(rows, self._operators.kv.page_size, device))
