@@ -24,13 +24,14 @@ from launch.errors import ModelError, UsageError
 # a tenth of the bytes, so this is room for more rows than the target has.
 DRAFT_KV_SHARE = 0.25
 # The `StepCosts` of a GPU and a CPU, but for `draft`. `make bench-speculate BATCH="1 4 16 32" TRIALS="0:1 0:3"` measures them:
-# there a step without guesses takes `plain_tpot_ms`, its verification `verify_ms`, a row's guess `draft_ms` over their number.
-# - VERIFY_COST: of having any to verify, other products and one kernel more a layer; with 72B at five and six tokens.
-# - TOKEN_COST: of a token among the first 16, from the same steps. A CPU multiplies for each; its number is a guess.
-# - MANY_COST: of a token behind them, where matrix units multiply; between 16 and 32 rows of 7B in `results/decode.jsonl`.
-VERIFY_COST = {"cuda": 0.12, "cpu": 0.0}
-TOKEN_COST = {"cuda": 0.005, "cpu": 0.15}
-MANY_COST = {"cuda": 0.015, "cpu": 0.15}
+# there a step without guesses takes `plain_tpot_ms`, its verification `verify_ms`, a row's guess `draft_ms` over their number; of
+# answers that are long enough for the end not to count, where fewer drafts are due. Measured with 7B, and 72B at five tokens.
+# - VERIFY_COST: of having any to verify, other products and one kernel more a layer.
+# - TOKEN_COST: of a token among the first 16. A CPU multiplies for each; its number is a guess.
+# - MANY_COST: of a token behind them, where matrix units multiply.
+VERIFY_COST = {"cuda": 0.09, "cpu": 0.0}
+TOKEN_COST = {"cuda": 0.015, "cpu": 0.15}
+MANY_COST = {"cuda": 0.003, "cpu": 0.15}
 DRAFT_COST = 3.0  # a small draft's step takes longer than its bytes say, by this factor; with a 0.5B draft beside 72B
 # Of a layer of a draft model that is split over ranks: what an H200 could read beside the layer's own bytes, 110 MB in the 24 us
 # that a layer of the 0.5B takes beyond its reads (same records), and 40 MB during its two sums. The sums are not measured there.

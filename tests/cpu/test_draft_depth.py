@@ -91,8 +91,8 @@ def simulate(depth, p: float, num_tokens: int, num_rows: int = 1, costs: StepCos
     return tokens / num_rows / time * costs.time(num_rows, 0)
 
 
-DEPTH_72B = AdaptiveDepth(8, StepCosts(0.04, 0.12, 0.005))  # as measured with a draft of 0.5B
-DEPTH_7B = AdaptiveDepth(8, StepCosts(0.2, 0.12, 0.005, 0.015))  # the draft has a tenth of the bytes
+DEPTH_72B = AdaptiveDepth(8, StepCosts(0.04, 0.09, 0.015))  # as measured with a draft of 0.5B
+DEPTH_7B = AdaptiveDepth(8, StepCosts(0.2, 0.12, 0.005, 0.015))  # a draft of a tenth of the bytes; dear beyond 16
 
 
 def best_fixed(depth: AdaptiveDepth, p: float, num_rows: int) -> float:
