@@ -64,6 +64,10 @@ class Constants:
     attention_tb_s: Constant = Constant(3.4, "TB/s of keys and values", _ATTENTION, scales_with="hbm")
     attention_us: Constant = Constant(3.4, "us a layer", _ATTENTION)
     prefill_attention_tflops: Constant = Constant(174.0, "TFLOP/s, causal half counted", _CHUNK_ATTENTION, scales_with="matrix")
+    # What FlashAttention's line gives, less what cuDNN's attention saves: 148 to 82 us at 2048 tokens, 461 to 240 at 4096.
+    long_attention_tflops: Constant = Constant(
+        300.0, "TFLOP/s, causal half counted", f"{_CHUNK_ATTENTION}; results/LOG.md, 2026-12-01", scales_with="matrix"
+    )
     prefill_attention_us: Constant = Constant(28.0, "us a layer and step", _CHUNK_ATTENTION)
     norm_us: Constant = Constant(2.5, "us a call", "fitted to results/decode.jsonl: TPOT of 7B bf16 less products and attention")
     norm_row_us: Constant = Constant(

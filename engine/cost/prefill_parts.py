@@ -7,6 +7,7 @@ from engine.cost.constants import Values
 from engine.cost.products import is_scaled, layer_products, library_product_us
 from engine.cost.setting import KERNELS, Rules, Setting, us_of_bytes, us_of_operations
 from engine.cost.shard import Shard
+from kernels.long_attention import HEAD_DIMS, LEAST_TOKENS
 
 # Rows that kernels read and write between the products of a layer, counted: `add_norm` (the sum and the residual, each read and
 # written) stands twice in a layer; `silu_mul` reads two halves and writes one.
@@ -30,7 +31,16 @@ def _weights(values: Values, setting: Setting) -> float:
 
 
 def _kv(values: Values, setting: Setting) -> float:
-    return us_of_operations(attention_operations(setting.shard), values.prefill_attention_tflops)
+    rate = values.long_attention_tflops if _is_long(setting.shard) else values.prefill_attention_tflops
+    return us_of_operations(attention_operations(setting.shard), rate)
+
+
+def _is_long(shard: Shard) -> bool:
+    """Whether cuDNN attends, as `engine/graph/long_prompts.py` chooses from the second such prompt on."""
+    case, config = shard.case, shard.blueprint.config
+    is_all_seen = all(window is None or window >= case.prompt for window in config.windows)
+    is_alone = case.batch == 1 and LEAST_TOKENS <= case.prompt <= MAX_STEP_TOKENS
+    return is_alone and is_all_seen and config.head_dim in HEAD_DIMS
 
 
 def _collectives(values: Values, setting: Setting) -> float:
