@@ -51,7 +51,9 @@ def test_prefill_by_hand():
     found = estimate(prompt=4096).prefill
     layer = 4608 * 3584 + 3584 * 3584 + 3 * 18944 * 3584
     assert found.parts["weights"].us == pytest.approx(2 * 4096 * 28 * layer / 697e6)
-    assert found.parts["kv"].us == pytest.approx(2 * 28 * 28 * 128 * 4096**2 / 174e6)
+    assert found.parts["kv"].us == pytest.approx(2 * 28 * 28 * 128 * 4096**2 / 300e6)  # by cuDNN
+    assert estimate(prompt=1024).prefill.parts["kv"].us == pytest.approx(2 * 28 * 28 * 128 * 1024**2 / 174e6)
+    assert estimate(prompt=4096, batch=2).prefill.parts["kv"].us == pytest.approx(2 * 2 * 28 * 28 * 128 * 4096**2 / 174e6)
     passes = 2 * 4096 * (57 * 4 * 3584 + 28 * 3 * 18944) / 4.3e6
     assert found.parts["borders"].us == pytest.approx(800 + passes + 28 * (4 * 9.5 + 28))
     assert found.parts["head"].us == pytest.approx(9.5 + 2 * 152064 * 3584 / 4.42e6)
