@@ -41,7 +41,7 @@ NORM_UNITS, NORM_PACKETS = 4, 1024  # most units a thread, packets a CTA
 ONE_SHOT_CTAS, TWO_SHOT_CTAS = 32, 128
 ROWS_CTAS, ROWS_THREADS, ROWS_VECTORS = 256, 512, 2  # of the norm of many rows: at most so many vectors a thread
 ONE_SHOT_THREADS, TWO_SHOT_THREADS = 512, 512
-# Where ranks share a GPU, the kernels of all of them and those launched early behind them take no more of it than this, so that
+# Where ranks share a GPU, the kernels of all of them, and as many that have started early, take no more of it than this, so that
 # each has a place however many registers it uses.
 SHARED_THREADS_PER_SM = 512
 # A CTA counts as a whole SM's: there are then SMs on which none of the others' waits. A product that fills an SM's memory finds
@@ -99,7 +99,8 @@ class DeviceCollectives:
         ranks_per_gpu: int = 1,
     ):
         """`ranks_per_gpu` above 1 (under MPS) takes smaller grids: a kernel spins until its peers' kernels answer, so those of
-        all ranks of a GPU, and the ones launched early behind them, must fit on it together.
+        all ranks of a GPU must fit on it together, beside one of each rank that has started early behind work that waits for
+        nobody.
         """
         self._most_threads = None
         if ranks_per_gpu > 1:

@@ -32,7 +32,6 @@ class Way:
     groups: int = 2  # warpgroups of `gemv_groups`
 
 
-
 @dataclass(frozen=True)
 class Pace:
     """KiB of weights that are asked for at once, for each SM: `first` until the ring is full for the first time, when small

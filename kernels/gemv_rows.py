@@ -55,7 +55,7 @@ class RowsPlan:
     def paced(self, first_bytes: int, later_bytes: int) -> RowsPlan:
         """The same with at most about so many bytes under way at once, until every slot has been filled and behind that."""
         later = min(self.slots, max(2, later_bytes // self.slot_bytes))
-        return replace(self, in_flight_first=min(later, max(1, first_bytes // self.slot_bytes)), in_flight=later)
+        return replace(self, in_flight_first=min(later, max(2, first_bytes // self.slot_bytes)), in_flight=later)
 
 
 @cache

@@ -4,7 +4,7 @@ BATCH random prompts of PROMPT tokens are handed over at once, greedy, with one 
 on rank 0, until all rows have their token. Random weights, no reuse of prefixes. Short prompts are bound by the reading of the
 weights, longer ones by multiplications: the floor is the larger of the two. vLLM was timed in the same way. Host syncs are those
 of the prompts and 128 tokens a row more, counted in a run that is not timed. What is timed are calls whose like has come before:
-the first ones choose library kernels, capture a graph, and plan cuDNN's attention, which a record names where it attends.
+the first ones choose library kernels, capture a graph, and plan cuDNN's attention; the output says where that attends.
 
 Start it with torchrun for TP above 1. `--shard-of N` measures one rank of N without its peers.
 """
@@ -98,13 +98,10 @@ def make_record(
     comm: str,
     step: str,
     ways: Mapping[str, object] = DEFAULT_WAYS,
-    attention: str | None = None,
 ) -> Record:
-    """The record of a case on GPUs. `floor`: seconds; `step`, `attention`: of `Engine.prefill_step` and `prefill_attention`;
-    `ways`: settings, of which the record names those that are not the default."""
+    """The record of a case on GPUs. `floor`: seconds; `step`: of `Engine.prefill_step`; `ways`: settings, of which the case has
+    those that are not the default."""
     others = {name: value for name, value in ways.items() if value != DEFAULT_WAYS[name]}
-    if attention is not None:
-        others["attention"] = attention
     known = {**vars(case), "backend": backend, "comm": comm, "step": step, **others}
     ttft_ms, num_tokens = timing.percentile(50), case.batch * case.prompt
     metrics = {
@@ -123,16 +120,15 @@ def make_record(
     return Record("prefill", known, metrics, ceiling, peer, checked=True)
 
 
-def describe(record: Record) -> list[str]:
-    """What a person wants to know of it."""
+def describe(record: Record, attention: str | None = None) -> list[str]:
+    """What a person wants to know of it. `attention`: of `Engine.prefill_attention`."""
     metrics, ceiling = record.metrics, record.ceiling
     peer = f"; {record.peer['name']}: {record.peer['ttft_ms']} ms" if record.peer else ""
-    attention = f", attention by {record.case['attention']}" if "attention" in record.case else ""
     syncs = metrics.get("host_syncs_per_request")
     rates = f"{DATASHEET_TFLOP_S[record.case['dtype']]:.0f} TFLOP/s and {DATASHEET_TB_S} TB/s"
     return [
         describe_case(record.case),
-        f"  step      {record.case['step']}{attention}",
+        f"  step      {record.case['step']}" + (f", attention by {attention}" if attention else ""),
         f"  TTFT      {metrics['ttft_ms']:.2f} ms (p10 {metrics['ttft_p10_ms']:.2f}, p90 {metrics['ttft_p90_ms']:.2f}), "
         f"floor {ceiling['ttft_ms']:.2f} at {rates}{peer}",
         f"  prefill   {metrics['prefill_tok_s']:.0f} tok/s of {ceiling['prefill_tok_s']:.0f}",
@@ -169,8 +165,8 @@ def main(
     if device == "cpu":
         click.echo(f"{timing.percentile(50):.3f} ms to the first token of {batch} rows")
         return
-    result = make_record(case, timing, floor, backend, comm, step, ways, attention)
-    click.echo("\n".join(describe(result)))
+    result = make_record(case, timing, floor, backend, comm, step, ways)
+    click.echo("\n".join(describe(result, attention)))
     if record is not None:
         result.append_to(record, device_name(shard_of), "engine.bench.prefill", environment.world_size)
 

@@ -3,7 +3,8 @@
 All requests are there at the start, and a row that ends makes room for the next. Prompts have PROMPT tokens and answers OUTPUT/2
 to 3/2 OUTPUT, so rows end apart with drafts and without. The rate is that of the steady part, the third to the eighth tenth of
 the output tokens: with three requests a row or more, the batch has been filled before it, and the last request is in after it. It
-holds the prefill of new prompts, by the draft model too, and what it costs that a row's end ends a burst.
+holds the prefill of new prompts, by the draft model too, and what it costs that a row's end ends a burst. Each load runs once
+before it is timed, so that all shapes of steps have come that it has. Of the answers only the lengths are checked.
 """
 
 from __future__ import annotations
@@ -16,19 +17,14 @@ from engine.bench.records import Record
 from engine.bench.throughput import FIRST_ID, SEED, Requests
 
 MIN_REFILLS = 3  # requests a row; when the last one is in, half of one a row is left: less than two tenths of the tokens
-WARM_UP_SHARE = 8  # the answers of a warm-up are so much shorter
 WITHOUT = "without drafts"
 
 
-def draw_load(case: Case, refills: int, vocab: int) -> tuple[Requests, Requests]:
-    """A warm-up, and `refills` requests for each row of the batch, with ids below `vocab`; the same every time."""
-    rng = random.Random(SEED)
-
-    def draw(count: int, output: int) -> Requests:
-        prompts = tuple([rng.randrange(FIRST_ID, vocab) for _ in range(case.prompt)] for _ in range(count))
-        return Requests(prompts, tuple(rng.randrange(output // 2, output * 3 // 2) for _ in range(count)))
-
-    return draw(2 * case.batch, max(4, case.output // WARM_UP_SHARE)), draw(refills * case.batch, case.output)
+def draw_load(case: Case, refills: int, vocab: int) -> Requests:
+    """`refills` requests for each row of the batch, with ids below `vocab`; the same every time."""
+    rng, count = random.Random(SEED), refills * case.batch
+    prompts = tuple([rng.randrange(FIRST_ID, vocab) for _ in range(case.prompt)] for _ in range(count))
+    return Requests(prompts, tuple(rng.randrange(case.output // 2, case.output * 3 // 2) for _ in range(count)))
 
 
 def make_load_record(

@@ -85,8 +85,9 @@ class FixedDepth:
 
 @dataclass(frozen=True)
 class AdaptiveDepth:
-    """1 to `most` guesses: the number that gives most tokens for the time of a step. In bursts 0 where any would lose; none are
-    tried where they would have to hold more often than they are believed to beforehand."""
+    """1 to `most` guesses: the number that gives most tokens for the time of a step. In bursts 0 where any would lose by
+    what steps take; that rows join and end is not in it, which the limit of rows guards against. None are tried where they would
+    have to hold more often than they are believed to beforehand."""
 
     most: int
     costs: StepCosts

@@ -18,6 +18,8 @@ from engine.scheduler import ScheduledRow
 from engine.sequence import Sequence
 from kernels.ngram_drafts import ngram_drafts
 
+FEW_TOKENS = 4  # that a row is brought up to date with token by token
+
 
 class NgramDrafts:
     """`DeviceDrafter` that copies from the row itself. `launch`: `kernels.ngram_drafts`, as kernel or twin."""
@@ -100,28 +102,40 @@ class ModelDrafts:
         self.description = description
 
     def catch_up(self, sequences: list[Sequence]) -> None:
-        """All but the token before the last, which the first step computes anyway: a row that had drafts in the burst before
-        needs nothing."""
+        """All but the token before the last, which the first step computes anyway: a row that had drafts in the step before needs
+        nothing, and one that had none, because others joined, the token of that step."""
         for rows in self._steps(sequences):
             device = self._operators.kv.keys.device
             self._prefill.run(build_batch(rows, self._operators.kv.page_size, device))
 
     def _steps(self, sequences: list[Sequence]) -> Iterator[list[ScheduledRow]]:
-        rows: list[ScheduledRow] = []
-        budget = self._max_step_tokens
-        for sequence in sequences:
-            while sequence.num_draft_computed < sequence.num_computed - 1:
-                first = sequence.num_draft_computed
-                count = min(sequence.num_computed - 1 - first, budget)
-                # Its logits are nobody's, but steps without any have no graphs.
-                rows.append(ScheduledRow(sequence, first, count, is_sampled=False, num_logits=1))
-                sequence.num_draft_computed += count
-                budget -= count
+        """Rows that lack a few tokens take one a step, as rows that decode do: such steps have graphs. Prompts go with the last
+        of these."""
+        begun = [sequence for sequence in sequences if sequence.num_draft_computed]
+        few = [sequence for sequence in begun if 0 < self._num_lacking(sequence) <= FEW_TOKENS]
+        for num_left in range(max(map(self._num_lacking, few), default=0), 1, -1):
+            yield [self._take(sequence, 1) for sequence in few if self._num_lacking(sequence) == num_left]
+        rows, budget = [], self._max_step_tokens
+        for sequence in (*few, *(sequence for sequence in sequences if sequence not in few)):
+            while self._num_lacking(sequence) > 0:
+                rows.append(self._take(sequence, min(self._num_lacking(sequence), budget)))
+                budget -= rows[-1].num_tokens
                 if budget == 0:
                     yield rows
                     rows, budget = [], self._max_step_tokens
         if rows:
             yield rows
+
+    @staticmethod
+    def _num_lacking(sequence: Sequence) -> int:
+        return sequence.num_computed - 1 - sequence.num_draft_computed
+
+    @staticmethod
+    def _take(sequence: Sequence, count: int) -> ScheduledRow:
+        """The next `count` tokens that the row lacks."""
+        first = sequence.num_draft_computed
+        sequence.num_draft_computed += count
+        return ScheduledRow(sequence, first, count, is_sampled=False, num_logits=0)
 
     def note_end(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:

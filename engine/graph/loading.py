@@ -133,6 +133,6 @@ def _open_draft(
         prefill = PrefillStep(operators, limits.max_model_len, long_prompts)
     else:
         graph_tokens = _tokens_worth_a_graph(step) if graph_tokens is None else graph_tokens
-        prefill = GraphPrefill(operators, limits, graph_tokens, long_prompts=long_prompts)
+        prefill = GraphPrefill(operators, limits, graph_tokens, long_prompts=long_prompts, has_logits=False)
     name = draft.name if size == 1 else f"{draft.name}, split over {size} ranks"
     return ModelDrafts(operators, prefill, limits.max_step_tokens, name), check

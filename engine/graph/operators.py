@@ -165,11 +165,16 @@ class TorchOperators:
         keys, values = self.kv.keys[layer_idx], self.kv.values[layer_idx]
         k, v = (self._without_padding(new, cache, shared) for new, cache in ((k, keys), (v, values)))
         kv_write(keys, values, shared.slots, k, v)
-        mask = shared.masks[self.config.windows[layer_idx]]
-        k, v = self._read(keys, shared.page_table, mask), self._read(values, shared.page_table, mask)
-        # One query a row: the heads of a group stand in for query positions, so keys are never repeated.
-        q = q.reshape(q.shape[0], num_kv, num_q // num_kv, head_dim)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None]).reshape(q.shape[0], -1)
+        return self._attend_queries(q, keys, values, shared.page_table, shared.masks[self.config.windows[layer_idx]]).flatten(1)
+
+    def _attend_queries(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_table: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows of one query each, `[rows, local_q_heads, head_dim]`, as is the result."""
+        k, v = self._read(keys, page_table, mask), self._read(values, page_table, mask)
+        # The heads of a group stand in for query positions, so keys are never repeated.
+        grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[2])
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask[:, None, None]).reshape(q.shape)
 
     def _without_padding(self, new: torch.Tensor, cache: torch.Tensor, shared: TorchShared) -> torch.Tensor:
         """`new` with what padding rows write: as the first row does, or what is there already if that is padding too."""
@@ -188,8 +193,15 @@ class TorchOperators:
         self._norm_heads(heads, layer_idx)
         keys, values = self.kv.keys[layer_idx], self.kv.values[layer_idx]
         rotary_write(heads, tokens.turns, tokens.slots, keys, values)
-        chunks = tokens.chunks[self.config.windows[layer_idx]]
-        return chunk_attention(heads, keys, values, chunks, self.kv.page_size).flatten(1)
+        window, num_single = self.config.windows[layer_idx], tokens.num_single
+        out = chunk_attention(heads, keys, values, tokens.chunks[window], self.kv.page_size)
+        if num_single:
+            page_table = tokens.page_table.long()
+            seen = torch.arange(page_table.shape[1] * self.kv.page_size, device=page_table.device)
+            mask = _mask(tokens.positions[:num_single, None].clamp(min=0), seen, window)
+            q = heads[:num_single, : self.plan.local_q_heads]
+            out[:num_single] = self._attend_queries(q, keys, values, page_table, mask)
+        return out.flatten(1)
 
     def _heads_of(self, qkv: torch.Tensor) -> torch.Tensor:
         """`[tokens, local_q_heads + 2 * local_kv_heads, head_dim]`"""

@@ -41,6 +41,7 @@ from engine.step_batch import StepBatch
 from kernels.chunk_attention import Chunk, PackedRows, takes_flash
 from kernels.rotary import rotary_turns
 from kernels.rotary_write import NO_SLOT
+from kernels.upload import upload
 
 
 class PrefillStep:
@@ -93,10 +94,15 @@ class PrefillStep:
 
 
 class _BucketedPrefill(PrefillStep, ABC):
-    """With shapes: all but how a padded step is run."""
+    """With shapes: all but how a padded step is run. `has_logits`: what is padded are steps that ask for the logits of each row's
+    last token; else those that ask for none, and are there for the cache alone, rows that decode without prompts too."""
 
-    def __init__(self, operators: Operators, limits: Limits, graph_tokens: int, long_prompts: LongPrompts | None = None):
+    def __init__(
+        self, operators: Operators, limits: Limits, graph_tokens: int, long_prompts: LongPrompts | None = None,
+        has_logits: bool = True,
+    ):  # fmt: skip
         super().__init__(operators, limits.max_model_len, long_prompts)
+        self._has_logits = has_logits
         most = BUCKETS[-1] if takes_flash(operators.kv.keys) else MAX_SQUARE_TOKENS
         self._graph_tokens = min(graph_tokens, limits.max_step_tokens, most)
         self._buckets = buckets_up_to(self._graph_tokens)
@@ -121,7 +127,8 @@ class _BucketedPrefill(PrefillStep, ABC):
 
     def shape_for(self, num_single: int, lengths: Sequence[int]) -> StepShape | None:
         is_alone, num_tokens = num_single == 0 and len(lengths) == 1, sum(lengths)
-        if not lengths or num_tokens > self._graph_tokens or num_single > self._singles[-1]:
+        is_empty = not lengths and (self._has_logits or not num_single)
+        if is_empty or num_tokens > self._graph_tokens or num_single > self._singles[-1]:
             return None
         for bucket in self._buckets:
             num_prompts = 1 if is_alone else prompts_in(bucket)
@@ -132,7 +139,7 @@ class _BucketedPrefill(PrefillStep, ABC):
     def _shape_of(self, batch: StepBatch) -> StepShape | None:
         num_single = self._count_single(batch)
         prompts = batch.rows[num_single:]
-        if any(row.num_logits != 1 for row in batch.rows) or any(row.context_len for row in prompts):
+        if any(row.num_logits != self._has_logits for row in batch.rows) or any(row.context_len for row in prompts):
             return None
         return self.shape_for(num_single, [row.num_tokens for row in prompts])
 
@@ -158,7 +165,8 @@ class _BucketedPrefill(PrefillStep, ABC):
         self._token_ids[:num_tokens].copy_(batch.token_ids)
         self._slots[:num_tokens].copy_(batch.slots)
         self._slots[num_tokens : shape.num_tokens].fill_(NO_SLOT)
-        self._logit_idx[:1].copy_(batch.logit_idx)
+        if self._has_logits:
+            self._logit_idx[:1].copy_(batch.logit_idx)
 
     def _lay_out(self, batch: StepBatch, shape: StepShape) -> None:
         """Put the tokens where the step of `shape` reads them."""
@@ -179,15 +187,21 @@ class _BucketedPrefill(PrefillStep, ABC):
             pages = batch.page_table[:count]
             self._page_table[:count, : pages.shape[1]].copy_(pages)
         num_rows, moved = len(batch.rows), begin - count
-        self._logit_idx[:count].copy_(batch.logit_idx[:count])
-        torch.add(batch.logit_idx[count:], moved, out=self._logit_idx[count:num_rows])
-        self._logit_idx[num_rows : shape.num_logits].fill_(0)
         num_prompts = num_rows - count
-        self._starts[1 : num_prompts + 1].copy_(batch.logit_idx[count:] + (1 - count))
+        if self._has_logits:
+            self._logit_idx[:count].copy_(batch.logit_idx[:count])
+            torch.add(batch.logit_idx[count:], moved, out=self._logit_idx[count:num_rows])
+            self._logit_idx[num_rows : shape.num_logits].fill_(0)
+            ends = batch.logit_idx[count:] + (1 - count)
+        else:
+            ends = torch.tensor([row.start + row.num_tokens - count for row in batch.rows[count:]], dtype=torch.int64)
+            ends = upload(ends, self._starts.device)
+        self._starts[1 : num_prompts + 1].copy_(ends)
         self._starts[num_prompts + 1 : shape.num_prompts + 2].fill_(shape.num_tokens)
 
     def _step(self, shape: StepShape) -> torch.Tensor:
         """The step of the shape, on what is in the buffers now."""
+        num_logits = shape.num_logits if self._has_logits else 0
         num_single, end = shape.num_single, shape.num_single + shape.num_tokens
         if shape.num_prompts == 1:
             positions, turns = self._in_order[:end], self._turns[:end]
@@ -196,7 +210,7 @@ class _BucketedPrefill(PrefillStep, ABC):
             turns = self._turns.index_select(0, positions.clamp(min=0))
         chunks = {window: (self._prompts(shape, window),) for window in self._windows}
         tokens = ChunkTokens(
-            self._token_ids[:end], positions, self._slots[:end], turns, self._logit_idx[: shape.num_logits], chunks,
+            self._token_ids[:end], positions, self._slots[:end], turns, self._logit_idx[:num_logits], chunks,
             num_single, self._page_table[:num_single] if num_single else None,
         )  # fmt: skip
         return self._without_padded_ids(prefill_step(self._operators, tokens))
@@ -218,7 +232,7 @@ class _BucketedPrefill(PrefillStep, ABC):
 
     @abstractmethod
     def _run(self, shape: StepShape) -> torch.Tensor:
-        """Logits `[shape.num_logits, local_vocab]` of the step on what is in the buffers."""
+        """Logits of the step on what is in the buffers: `[shape.num_logits, local_vocab]`, or of no row without `has_logits`."""
 
 
 class TwinPrefill(_BucketedPrefill):
@@ -238,9 +252,9 @@ class GraphPrefill(_BucketedPrefill):
 
     def __init__(
         self, operators: Operators, limits: Limits, graph_tokens: int, stock_up: Callable[[], None] = lambda: None,
-        most_rows: int | None = None, long_prompts: LongPrompts | None = None,
+        most_rows: int | None = None, long_prompts: LongPrompts | None = None, has_logits: bool = True,
     ):  # fmt: skip
-        super().__init__(operators, limits, graph_tokens, long_prompts)
+        super().__init__(operators, limits, graph_tokens, long_prompts, has_logits)
         self._stock_up, self._most_rows = stock_up, most_rows
         self._num_asked: Counter[StepShape] = Counter()
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}

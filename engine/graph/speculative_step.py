@@ -33,7 +33,8 @@ class DeviceDrafter(Protocol):
     description: str
 
     def catch_up(self, sequences: list[Sequence]) -> None:
-        """Take in what the rows have said since, before steps of theirs are launched. Asynchronous."""
+        """Take in what the rows have said since, before steps of theirs are launched. Waits for the device
+        where a graph has to be captured first."""
 
     def note_end(self, sequences: list[Sequence]) -> None:
         """Steps of these rows are over; all their tokens are known."""

@@ -156,7 +156,9 @@ def twin_draft_model(folder: Path, placement: str = "all") -> Callable[[Replica]
         comm = replica.comm if plan.size > 1 else SingleCommunicator()
         operators = TorchOperators(config, plan, load_blueprint_weights(blueprint), comm, kv, num_ids)
         limits = replica.scheduler.limits
-        return ModelDrafts(operators, TwinPrefill(operators, limits, graph_tokens=32), limits.max_step_tokens, str(folder))
+        operators.most_single = limits.max_batch
+        prefill = TwinPrefill(operators, limits, graph_tokens=32, has_logits=False)
+        return ModelDrafts(operators, prefill, limits.max_step_tokens, str(folder))
 
     return make
 

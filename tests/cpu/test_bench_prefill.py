@@ -102,9 +102,10 @@ def test_what_is_not_counted_or_not_comparable_is_not_recorded():
     assert not make_record(case("qwen2.5-7b", ranks_per_gpu=2), Timing((20.0,), 6), 7e-3, "graph", "ipc", "graph").peer
 
 
-def test_a_record_names_cudnns_attention():
-    found = make_record(case("qwen2.5-7b"), Timing((20.0,), 6), 7e-3, "graph", "none", "kernels", attention="cudnn")
-    assert found.case["attention"] == "cudnn" and "kernels, attention by cudnn" in "\n".join(describe(found))
+def test_cudnns_attention_is_named():
+    found = make_record(case("qwen2.5-7b"), Timing((20.0,), 6), 7e-3, "graph", "none", "kernels")
+    assert "kernels, attention by cudnn\n" in "\n".join(describe(found, "cudnn"))
+    assert "step      kernels\n" in "\n".join(describe(found))
 
 
 def test_ways_that_are_not_the_default_are_recorded():

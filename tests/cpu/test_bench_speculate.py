@@ -73,7 +73,7 @@ def test_what_is_accepted_is_what_was_set():
 def test_drafts_hold_at_the_rate_whatever_they_are(rate):
     wanted = case(batch=4, output=200)
     with open_bench(wanted, max_model_len=300) as (_, bench):
-        stats = bench.time_load(Trial(rate, 3), draw_load(wanted, 3, 300)[1]).stats
+        stats = bench.time_load(Trial(rate, 3), draw_load(wanted, 3, 300)).stats
     expected = 1 + rate + rate**2 + rate**3
     assert abs(stats.tokens_per_step - expected) < 0.08 * expected
 
@@ -93,9 +93,8 @@ def test_every_place_of_every_row_is_judged_for_itself():
 
 
 def test_a_load_has_mixed_answers_and_is_the_same_every_time():
-    warm_up, requests = draw_load(case(batch=8, prompt=6, output=40), 5, 300)
-    assert (warm_up, requests) == draw_load(case(batch=8, prompt=6, output=40), 5, 300)
-    assert len(requests.outputs) == 40 and len(warm_up.outputs) == 16 and max(warm_up.outputs) < 8
+    requests = draw_load(case(batch=8, prompt=6, output=40), 5, 300)
+    assert requests == draw_load(case(batch=8, prompt=6, output=40), 5, 300) and len(requests.outputs) == 40
     assert {len(prompt) for prompt in requests.prompts} == {6} and len(set(map(tuple, requests.prompts))) == 40
     assert min(requests.outputs) >= 20 and max(requests.outputs) < 60 and len(set(requests.outputs)) > 10
 
@@ -114,7 +113,7 @@ def test_in_the_steady_part_the_batch_is_full(monkeypatch, batch, num_drafts):
             seen.append((log.marks[-1][1], len(scheduler.running)))
 
         monkeypatch.setattr(TokenLog, "_mark", note)
-        requests = draw_load(replace(wanted, batch=batch), MIN_REFILLS, 300)[1]
+        requests = draw_load(replace(wanted, batch=batch), MIN_REFILLS, 300)
         timing = bench.time_load(None if num_drafts is None else Trial(0.7, num_drafts), requests)
     assert timing.output_tok_s > 0 and (timing.stats is None) == (num_drafts is None)
     num_tokens, begin, end = requests.output_tokens, STEADY.start / 10, STEADY.stop / 10
@@ -174,7 +173,7 @@ def test_a_record_and_its_words(tmp_path):
 
 def test_a_record_of_a_load_and_its_words():
     stats = DraftStats(num_proposals=10, num_proposed=40, num_accepted=20, num_decodes=10, num_decoded=30)
-    requests, plain = draw_load(case(), 4, 300)[1], LoadTiming(400.0, None)
+    requests, plain = draw_load(case(), 4, 300), LoadTiming(400.0, None)
     source = DraftSource("small", "all", "kernel")
     record = make_load_record(case(), requests, source, Trial(0.5, 4), LoadTiming(300.0, stats), plain, "graph", "none")
     assert record.metrics == {"output_tok_s": 300.0, "speedup": 0.75, "acceptance": 0.5, "tokens_per_step": 3.0}

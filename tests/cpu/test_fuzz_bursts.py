@@ -56,15 +56,17 @@ def any_row(draw) -> tuple[list[int], dict]:
     num_pages=st.sampled_from((8, 9, 12, 40)),
     max_step_tokens=st.sampled_from((8, 30, 200)),
     graph_tokens=st.sampled_from((0, 16, 512)),
+    most_single=st.sampled_from((0, 4)),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_whatever_comes(folder, some, size, max_batch, num_pages, max_step_tokens, graph_tokens, seed):
+def test_whatever_comes(folder, some, size, max_batch, num_pages, max_step_tokens, graph_tokens, most_single, seed):
     limits = {"max_batch": max_batch, "kv_memory_bytes": num_pages * PAGE_BYTES, "max_model_len": 110}
     limits |= {"max_step_tokens": max_step_tokens}
 
     def bursts(replica):
         backend = twin_bursts(replica)
+        backend._operators.most_single = most_single  # rows that decode beside prompts, taken as such
         replica.backend = TwinPrefill(backend._operators, replica.scheduler.limits, graph_tokens)
         return backend
 

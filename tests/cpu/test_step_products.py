@@ -124,3 +124,18 @@ def test_the_table_names_ways_and_the_steps_that_were_refined():
     assert "qwen2.5-72b fp8 tp2 1" in table["refined"]
     for key, pace in table["paces"].items():
         assert key in table["ways"] and 0 < pace[0] <= pace[1] <= 200, key
+
+
+def test_a_product_without_a_pace_asks_for_as_much_at_first_as_later(monkeypatch):
+    ways, num_seen = gemv_choice._table()["ways"], 0
+    monkeypatch.setattr(gemv_choice, "_table", lambda: {"ways": ways})
+    for key in ways:
+        dtype, rows, shape = key.split(" ")
+        out, inner = map(int, shape.removeprefix("2x").split("x"))
+        gemv, elem = Gemv({}, 132), torch.bfloat16 if dtype == "bf16" else torch.float8_e4m3fn
+        weight = torch.empty(out * (1 + shape.startswith("2x")), inner, dtype=elem, device="meta")
+        if gemv.takes(torch.empty(int(rows), inner, dtype=torch.bfloat16), weight, shape.startswith("2x")):
+            plan = gemv.plan_of(gemv.products[0])
+            num_seen += hasattr(plan, "in_flight")
+            assert not hasattr(plan, "in_flight") or plan.in_flight_first == plan.in_flight, key
+    assert num_seen > 100
