@@ -192,12 +192,16 @@ class _BucketedPrefill(PrefillStep, ABC):
             self._logit_idx[:count].copy_(batch.logit_idx[:count])
             torch.add(batch.logit_idx[count:], moved, out=self._logit_idx[count:num_rows])
             self._logit_idx[num_rows : shape.num_logits].fill_(0)
-            ends = batch.logit_idx[count:] + (1 - count)
-        else:
-            ends = torch.tensor([row.start + row.num_tokens - count for row in batch.rows[count:]], dtype=torch.int64)
-            ends = upload(ends, self._starts.device)
-        self._starts[1 : num_prompts + 1].copy_(ends)
+        if num_prompts:
+            self._starts[1 : num_prompts + 1].copy_(self._ends(batch, count))
         self._starts[num_prompts + 1 : shape.num_prompts + 2].fill_(shape.num_tokens)
+
+    def _ends(self, batch: StepBatch, count: int) -> torch.Tensor:
+        """Where the prompts behind the first `count` rows end, of one token each, counted from the first prompt on."""
+        if self._has_logits:
+            return batch.logit_idx[count:] + (1 - count)
+        ends = [row.start + row.num_tokens - count for row in batch.rows[count:]]
+        return upload(torch.tensor(ends, dtype=torch.int64), self._starts.device)
 
     def _step(self, shape: StepShape) -> torch.Tensor:
         """The step of the shape, on what is in the buffers now."""
