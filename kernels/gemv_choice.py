@@ -1,8 +1,8 @@
 """Which way a product is made, and at what pace: by a measured table where the shape is in it, else by what measurements suggest.
 
 `gemv_choices.json` is made from a run: `python -m engine.bench.gemv --choices kernels/gemv_choices.json`. Its keys are those of
-`Product.key`, its values names of `WAYS`, or `LIBRARY`. Those of the steps in `refined` were put right in the step itself, by
-`engine.bench.step_products`, and so was all of `paces`.
+`Product.key`, its values names of `WAYS`, or `LIBRARY`. Those of the steps in `refined` were put right by what
+`engine.bench.step_products` timed in the step itself, and so was all of `paces`.
 """
 
 from __future__ import annotations
