@@ -29,8 +29,8 @@ struct Watch {
     u32 is_shared;  // other ranks have this GPU as well
 };
 
-// Not where ranks share the GPU. Whatever is behind starts early there too, a library's product for one, which fills the GPU; it holds
-// that room while it waits for this kernel, which waits for a peer, whose kernel then finds none.
+// Not where ranks share the GPU. What is behind may be a library's and start early as well, and hold the room that it takes while it
+// waits for this kernel, which waits for a peer, whose kernel then finds none. (Found by what stood still, and no longer does.)
 __device__ __forceinline__ void let_dependents_start(const Watch& watch) {
     if (!watch.is_shared) let_dependents_start();
 }
